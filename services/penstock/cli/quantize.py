@@ -64,7 +64,7 @@ class QuantizeConfig:
     bits: float | None = option(
         None,
         "Most bits of a weight, scales included, in the mean: what 4 bits leave of them goes to the matrices that lose "
-        "most, as 8 bits. By default all have 4.",
+        "most, as smaller groups or as 8 bits. By default all have 4.",
         group=FORMAT,
         minimum=4.0,
         maximum=9.0,

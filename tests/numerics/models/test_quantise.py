@@ -97,41 +97,44 @@ def test_without_zeros_it_is_a_symmetric_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_bits_that_are_left_go_to_some_matrices_as_eight(tmp_path: Path, family: str) -> None:
+def test_bits_that_are_left_go_to_some_matrices_as_smaller_groups_or_as_eight(tmp_path: Path, family: str) -> None:
     folder = source(tmp_path / "source", family)
     seen: list[tuple[int, int]] = []
-    settings = replace(SETTINGS, most_bits=5.5)
+    settings = replace(SETTINGS, group=64, most_bits=5.5)
     made = quantise(folder, tmp_path / "out", settings, progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1]
     written = tensors(tmp_path / "out")
     modules = [name.removesuffix(".weight_packed") for name in written if name.endswith("weight_packed")]
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
-    bits = {name: group["weights"]["num_bits"] for group in groups.values() for name in group["targets"]}
-    assert bits.keys() == set(modules)
+    forms = {
+        name: Packing(group["weights"]["group_size"], not group["weights"]["symmetric"], group["weights"]["num_bits"])
+        for group in groups.values()
+        for name in group["targets"]
+    }
+    assert forms.keys() == set(modules)
+    assert {(4, 32), (8, 64)} <= {(form.num_bits, form.group) for form in forms.values()}
     reference = reference_model(folder, torch.float32)
     sizes = {name: reference.get_submodule(name).weight.numel() for name in modules}
-    # Of 4.625 and 8.5.
-    mean = sum(sizes[name] * (8.5 if bits[name] == 8 else 4.625) for name in modules) / sum(sizes.values())
-    assert made.bits == pytest.approx(mean)
+    assert made.bits == pytest.approx(sum(sizes[name] * forms[name].bits for name in modules) / sum(sizes.values()))
     assert 5.2 < made.bits <= 5.5
     # Readers join them to one product.
     for joined in ("qkv", ("gate", "up")):
         assert all(
-            len({bits[name] for name in modules if name.split(".")[2] == layer and name.split(".")[-1][:-5] in joined})
+            len({forms[name] for name in modules if name.split(".")[2] == layer and name.split(".")[-1][:-5] in joined})
             == 1
             for layer in "01"
         )
     with torch.no_grad():
         for module in modules:
             weight = reference.get_submodule(module).weight
-            dense = Packing(32, bits[module] == 4, bits[module]).dense(written, module)
+            dense = forms[module].dense(written, module)
             error = float((dense - weight).square().mean() / weight.square().mean())
-            assert error < (0.05 if bits[module] == 4 else 2e-4)
+            assert error < (0.05 if forms[module].num_bits == 4 else 2e-4)
             weight.copy_(dense)
         expected = reference(torch.tensor([PROMPT])).logits[0]
     assert float((served(tmp_path / "out") - expected).abs().mean() / expected.std()) < 2e-3
-    whole = quantise(folder, tmp_path / "all-4", SETTINGS)
+    whole = quantise(folder, tmp_path / "all-4", replace(SETTINGS, group=64))
     assert made.loss < whole.loss
 
 

@@ -74,11 +74,12 @@ def round_matrix(weight: Tensor, inputs: Inputs, form: GridSettings) -> RoundedM
     covariance = inputs.covariance
     grid = fit_grid(weight, covariance.diagonal(), form)
     whole = _spread_errors(weight, inputs, grid)
-    best = RoundedMatrix(whole, grid, _loss(weight, grid.dense(whole), covariance))
+    energy = _energy(weight, covariance).clamp(min=torch.finfo(torch.float32).tiny)
+    best = RoundedMatrix(whole, grid, float(_energy(weight - grid.dense(whole), covariance) / energy))
     refitted = _fit_scales(weight, covariance, whole, grid, form)
     # The same whole numbers with better scales, or whole numbers anew on those.
     for candidate in (whole, _spread_errors(weight, inputs, refitted)):
-        loss = _loss(weight, refitted.dense(candidate), covariance)
+        loss = float(_energy(weight - refitted.dense(candidate), covariance) / energy)
         if loss < best.loss:
             best = RoundedMatrix(candidate, refitted, loss)
     return best
@@ -124,8 +125,6 @@ def _fit_scales(weight: Tensor, covariance: Tensor, whole: Tensor, grid: Grid, f
     return Grid(torch.where(is_usable, stored_scale(found, form), grid.scale), grid.zero, grid.group, grid.levels)
 
 
-def _loss(weight: Tensor, rounded: Tensor, covariance: Tensor) -> float:
-    """Return the energy of the outputs' error as a share of that of the outputs."""
-    error = weight - rounded
-    lost, whole = ((error @ covariance) * error).sum(), ((weight @ covariance) * weight).sum()
-    return float(lost / whole.clamp(min=torch.finfo(torch.float32).tiny))
+def _energy(weight: Tensor, covariance: Tensor) -> Tensor:
+    """Return the mean energy of the outputs that a matrix makes of such inputs."""
+    return ((weight @ covariance) * weight).sum()

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.common.gguf_parts import GGUF_FILE
 from penstock.generation.quantise.gptq_rounding import RoundedMatrix
-from penstock.generation.quantise.grid import Grid
+from penstock.generation.quantise.grid import Grid, GridSettings
 from penstock.generation.weights.files import INDEX_FILE, PACKED_FILE, SINGLE_FILE, read_header
 from penstock.generation.weights.packed_folder import copy_side_files, sync, unfinished
 from penstock.generation.weights.quantised.base import unpacked
@@ -53,6 +53,10 @@ class Packing:
         """Least scale that is stored. Readers keep eight bits as blocks with scales in float16, which must be exact
         there: a number of bfloat16 from this one on is."""
         return 2.0**-17 if self.num_bits > BITS else 0.0
+
+    def grid(self, dtype: torch.dtype) -> GridSettings:
+        """Return the form of the grids, with scales in `dtype`."""
+        return GridSettings(self.group, self.num_bits, dtype, self.has_zeros, self.least_scale)
 
     def tensors(self, matrix: RoundedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return a matrix as tensors, by their names behind the module's."""
@@ -91,10 +95,11 @@ class Packing:
         return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
 
 
-def num_bits_of(tensors: Mapping[str, Tensor], module: str) -> int:
-    """Return the bits of the whole numbers in a module's tensors."""
+def form_of(tensors: Mapping[str, Tensor], module: str) -> tuple[int, int]:
+    """Return the bits of the whole numbers in a module's tensors, and the inputs of a group."""
     inputs = int(tensors[f"{module}.weight_shape"][1])
-    return 2 * BITS if tensors[f"{module}.weight_packed"].shape[1] > -(-inputs * BITS // 32) else BITS
+    is_wide = tensors[f"{module}.weight_packed"].shape[1] > -(-inputs * BITS // 32)
+    return 2 * BITS if is_wide else BITS, inputs // tensors[f"{module}.weight_scale"].shape[1]
 
 
 def quantization_config(schemes: list[dict[str, Any]], ignored: list[str]) -> dict[str, Any]:

@@ -14,28 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
-from penstock.generation.quantise.bit_plan import unit_costs, units_with_more
+from penstock.generation.quantise.bit_plan import forms_within, unit_costs
 from penstock.generation.quantise.gptq_rounding import Covariance, Inputs, round_matrix
-from penstock.generation.quantise.grid import GridSettings
 from penstock.generation.quantise.layer_stream import LayerStream, whole_tensor
 from penstock.generation.quantise.output_folder import (
     BITS,
     OutputFolder,
     Packing,
-    num_bits_of,
+    form_of,
     quantization_config,
 )
 from penstock.generation.weights.files import file_names, is_packed
 from penstock.generation.weights.safetensors_folder import Checkpoint
 
 # Raise it when the same settings give other weights: an unfinished folder of an earlier version is begun anew.
-_VERSION = 2
+_VERSION = 3
 # Bytes of the checkpoint that are done, in proportion to its layers, and bytes in total.
 Progress = Callable[[int, int], None]
 # Shares of a layer's time: its inputs' covariances, its matrices, its outputs.
 _SEEN, _ROUNDED = 0.45, 0.85
 # Share of all the time that a plan of bits takes.
 _PLANNED = 0.1
+# Smallest groups of four bits: readers' products have a scale for each 32 inputs.
+_LEAST_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class QuantiseSettings:
     # Most tokens of the text, and tokens of a document of it.
     tokens: int = 16384
     context: int = 512
-    # Most bits of a weight, in the mean: what four leave of them goes to the matrices that lose most, as eight. None:
-    # all have four.
+    # Most bits of a weight, in the mean: what four leave of them goes to the matrices that lose most, as smaller groups
+    # or as eight. None: all have four, in groups of `group`.
     most_bits: float | None = None
 
 
@@ -162,15 +163,12 @@ class _Work:
     ) -> None:
         self._checkpoint, self._stream, self._target = checkpoint, stream, target
         self._documents, self._progress = documents, progress
-        few = Packing(settings.group, settings.has_zeros)
-        # By the bits of a whole number, as are the modules that were written, and their weights. 256 whole numbers need
-        # no zero.
-        self._packings = {one.num_bits: one for one in (few, Packing(settings.group, False, 2 * BITS))}
-        self._most = self._packings[2 * BITS]
-        self._few = few
-        # Modules that shall have eight bits.
-        self._planned: frozenset[str] = frozenset()
-        self._written: dict[int, list[str]] = {number: [] for number in self._packings}
+        self._packings = _packings(settings)
+        self._few = self._packings[0]
+        # Modules with another form than that of the fewest bits.
+        self._planned: dict[str, Packing] = {}
+        # Modules that were written, and their weights.
+        self._written: dict[Packing, list[str]] = {one: [] for one in self._packings}
         self._weights = dict.fromkeys(self._packings, 0)
         # Share of the progress that is done before the first layer.
         self._begin = 0.0
@@ -181,18 +179,19 @@ class _Work:
     @property
     def bits(self) -> float:
         """Mean bits of a weight of the matrices that are done."""
-        bits = sum(packing.bits * self._weights[number] for number, packing in self._packings.items())
+        bits = sum(packing.bits * count for packing, count in self._weights.items())
         return bits / max(sum(self._weights.values()), 1)
 
     def schemes(self) -> list[dict[str, Any]]:
         """Return the groups of config.json's quantization_config."""
-        if not self._written[self._most.num_bits]:
+        used = [packing for packing in self._packings if self._written[packing]]
+        if used in ([], [self._few]):
             return [self._few.scheme(["Linear"])]
         # vLLM takes a class before the names of modules that it joins.
-        return [self._packings[number].scheme(names) for number, names in self._written.items() if names]
+        return [packing.scheme(self._written[packing]) for packing in used]
 
     def plan_bits(self, most_bits: float) -> None:
-        """Choose the matrices that get eight bits."""
+        """Choose the form of each matrix."""
 
         def units_of(index: int) -> list[list[str]]:
             names = self._linears(self._stream.layers[index])[0]
@@ -202,12 +201,15 @@ class _Work:
         units = unit_costs(
             self._stream,
             units_of,
-            GridSettings(self._few.group, BITS, torch.bfloat16, self._few.has_zeros),
+            # Eight bits lose so little beside four that it counts as nothing.
+            [packing.grid(torch.bfloat16) for packing in self._packings if packing.num_bits == BITS],
             lambda done: self._show(_PLANNED * done / layers),
         )
         self._begin = _PLANNED
-        more = units_with_more(units, self._few.bits, self._most.bits, most_bits)
-        self._planned = frozenset(name for unit in more for name in unit.modules)
+        chosen = forms_within(units, [packing.bits for packing in self._packings], most_bits)
+        self._planned = {
+            name: self._packings[form] for unit, form in zip(units, chosen, strict=True) for name in unit.modules
+        }
 
     def do_layer(self, index: int) -> None:
         """Quantise a layer, or read it from an earlier run; write it, and take the states behind it."""
@@ -221,10 +223,11 @@ class _Work:
             self._target.write_layer(index, written)
         for name in names:
             # What was written counts: a run that goes on may have planned otherwise.
-            number = num_bits_of(written, prefix + name)
-            weight = self._packings[number].dense(written, prefix + name)
-            self._weights[number] += weight.numel()
-            self._written[number].append(prefix + name)
+            num_bits, group = form_of(written, prefix + name)
+            packing = next(one for one in self._packings if (one.num_bits, one.group) == (num_bits, group))
+            weight = packing.dense(written, prefix + name)
+            self._weights[packing] += weight.numel()
+            self._written[packing].append(prefix + name)
             layer.get_submodule(name).register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         self._stream.advance(index, lambda done: self._report(index, _ROUNDED, 1.0, done, self._documents))
         self._stream.unload(index)
@@ -255,9 +258,8 @@ class _Work:
                 inputs[id(covariance)] = _made(covariance, prefix + name)
             dtype = _scale_dtype(self._checkpoint.dtype(f"{prefix}{name}.weight"))
             weight = layer.get_submodule(name).get_parameter("weight").data
-            packing = self._most if prefix + name in self._planned else self._few
-            form = GridSettings(packing.group, packing.num_bits, dtype, packing.has_zeros, packing.least_scale)
-            matrix = round_matrix(weight, inputs[id(covariance)], form)
+            packing = self._planned.get(prefix + name, self._few)
+            matrix = round_matrix(weight, inputs[id(covariance)], packing.grid(dtype))
             self.losses.append(matrix.loss)
             packed = packing.tensors(matrix, dtype)
             tensors |= {f"{prefix}{name}.{part}": value for part, value in packed.items()}
@@ -279,6 +281,15 @@ def _made(covariance: Covariance, name: str) -> Inputs:
         return covariance.inputs()
     except ValueError as error:
         raise StartupError(f"MODEL: {name}: {error}", flag="MODEL") from error
+
+
+def _packings(settings: QuantiseSettings) -> list[Packing]:
+    """Return the forms that matrices may have, from the fewest bits: four in groups of each size, then eight, where 256
+    whole numbers need no zero."""
+    groups = [settings.group]
+    while groups[-1] % (2 * _LEAST_GROUP) == 0:
+        groups.append(groups[-1] // 2)
+    return [*(Packing(group, settings.has_zeros) for group in groups), Packing(settings.group, False, 2 * BITS)]
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:

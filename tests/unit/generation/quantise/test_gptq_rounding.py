@@ -8,8 +8,8 @@ from penstock.generation.quantise.gptq_rounding import (
     DAMPING,
     Covariance,
     Inputs,
+    _energy,
     _fit_scales,
-    _loss,
     _spread_errors,
     round_matrix,
 )
@@ -85,7 +85,8 @@ def test_less_of_the_outputs_is_lost_than_by_rounding_to_the_nearest() -> None:
     found = round_matrix(weight, seen, GridSettings(32, 4, torch.bfloat16))
     lost = [float((inputs @ (weight - one).T).square().mean()) for one in (found.dense(), nearest)]
     assert lost[0] < 0.5 * lost[1]
-    assert found.loss == pytest.approx(_loss(weight, found.dense(), seen.covariance))
+    share = _energy(weight - found.dense(), seen.covariance) / _energy(weight, seen.covariance)
+    assert found.loss == pytest.approx(float(share))
 
 
 def test_scales_that_are_fitted_together_lose_no_more() -> None:
@@ -94,13 +95,14 @@ def test_scales_that_are_fitted_together_lose_no_more() -> None:
     grid = fit_grid(weight, seen.covariance.diagonal(), form)
     whole = _spread_errors(weight, seen, grid)
     better = _fit_scales(weight, seen.covariance, whole, grid, form)
-    assert _loss(weight, better.dense(whole), seen.covariance) < _loss(weight, grid.dense(whole), seen.covariance)
+    lost, before = (_energy(weight - one.dense(whole), seen.covariance) for one in (better, grid))
+    assert lost < before
     for factor in (0.99, 1.01):
         # A stationary point: no scale alone can be better.
         changed = better.scale.clone()
         changed[:, 1] *= factor
         other = type(better)(changed, better.zero, better.group, better.levels)
-        assert _loss(weight, other.dense(whole), seen.covariance) > _loss(weight, better.dense(whole), seen.covariance)
+        assert _energy(weight - other.dense(whole), seen.covariance) > lost
 
 
 def test_an_input_that_calibration_never_shows_keeps_its_weight() -> None:
