@@ -13,12 +13,12 @@ from urllib.parse import parse_qs
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock.common.logging import get_logger
+from penstock.database.transactions import DatabaseFailed
 from penstock.gateway.answers import dumps
 from penstock.gateway.endpoint import Answer, FileContent, HttpCall
 from penstock.gateway.file_upload import FILE, FileUpload
 from penstock.gateway.jobs import Jobs
 from penstock.jobs.file_store import CHUNK_BYTES
-from penstock.jobs.job_database import JobStoreFailed
 from penstock.jobs.job_records import FileRecord, file_object
 
 PURPOSE = "batch"
@@ -41,7 +41,7 @@ def asking_jobs() -> Iterator[None]:
     """Turn a store's failure into the caller's error."""
     try:
         yield
-    except JobStoreFailed as error:
+    except DatabaseFailed as error:
         _log.error("the store of jobs failed", error=str(error))
         raise Unavailable(
             "the store of files and batches does not answer: try again",

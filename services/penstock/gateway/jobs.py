@@ -6,17 +6,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 from penstock.gateway.http_errors import HttpError
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.jobs.batch_runner import Answerer, BatchRunner
 from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import FileStore
-from penstock.jobs.job_database import JobDatabase
+from penstock.jobs.job_database import open_job_database
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import JobCounts
-from penstock.jobs.sqlite_jobs import SqliteJobs
 
 
 class Jobs:
@@ -25,7 +23,7 @@ class Jobs:
     def __init__(self, options: JobOptions, metrics: GatewayMetrics, answer: Answerer, max_line_bytes: int) -> None:
         """Make them; nothing is open yet. Raises StartupError naming --job-store."""
         self._options = options
-        self._database = _open_database(options)
+        self._database = open_job_database(options.job_store)
         self._uploads, self._made_at = Counter[str](), time.time()
         self._max_uploads_of_owner = max(1, int(options.files_share * options.max_uploads))
         self.files = FileStore(self._database, options)
@@ -84,11 +82,3 @@ class Jobs:
             self._uploads[owner] -= 1
             if not self._uploads[owner]:
                 del self._uploads[owner]
-
-
-def _open_database(options: JobOptions) -> JobDatabase:
-    if urlsplit(options.job_store).scheme in ("postgresql", "postgres"):
-        from penstock.jobs.postgres_jobs import PostgresJobs
-
-        return PostgresJobs(options.job_store)
-    return SqliteJobs(options.job_store)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from penstock.common.errors import NotFound
 from penstock.common.logging import get_logger
+from penstock.database.transactions import DatabaseFailed
 from penstock.jobs.batch_lines import MOST_PROBLEMS, LineCheck, duplicate, lines_of
 from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import FileStore
-from penstock.jobs.job_database import JobStoreFailed
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import BatchRecord, JobCounts, LineProblem, NewLine, TakenLine
 from penstock.jobs.line_answer import answered_line
@@ -110,7 +110,7 @@ class BatchRunner:
         for task in mine:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
-        with contextlib.suppress(JobStoreFailed):
+        with contextlib.suppress(DatabaseFailed):
             await self._batches.release_all(self._holder)
 
     async def _run(self) -> None:
@@ -119,7 +119,7 @@ class BatchRunner:
             try:
                 await self._keep_house()
                 await self._take()
-            except JobStoreFailed as error:
+            except DatabaseFailed as error:
                 _log.error("the store of jobs failed", error=str(error))
             except Exception:
                 # The batches of all callers go on after a fault of one.
@@ -172,7 +172,7 @@ class BatchRunner:
                 await self._batches.refuse(record.batch_id, problems[:MOST_PROBLEMS])
             else:
                 await self._batches.start(record.batch_id, total)
-        except JobStoreFailed as error:
+        except DatabaseFailed as error:
             _log.error("a batch was not validated", batch=record.batch_id, error=str(error))
 
     async def _read_lines(self, record: BatchRecord) -> tuple[int, list[LineProblem]]:
@@ -239,7 +239,7 @@ class BatchRunner:
             answer = answered_line(line.custom_id, outcome.status, outcome.request_id, outcome.body)
             is_kept = await self._batches.answer(line, answer, has_failed=has_failed)
             self._count(("failed" if has_failed else "completed") if is_kept else "dropped")
-        except JobStoreFailed as error:
+        except DatabaseFailed as error:
             # Its lease ends, and it is answered again.
             _log.error("a line's answer was not kept", batch=line.batch_id, error=str(error))
             self._pause(line.batch_id)

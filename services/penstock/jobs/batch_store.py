@@ -10,8 +10,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from penstock.database.transactions import Database, Rows
 from penstock.jobs.file_store import FileStore, add_answers_file
-from penstock.jobs.job_database import JobDatabase, Rows
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import (
     LIVE,
@@ -44,11 +44,11 @@ _LINES_AT_ONCE, _REMOVED_AT_ONCE = 1000, 8
 class BatchStore:
     """Batches of all callers. A caller sees its own alone.
 
-    All methods raise JobStoreFailed.
+    All methods raise DatabaseFailed.
     """
 
     def __init__(
-        self, database: JobDatabase, files: FileStore, options: JobOptions, clock: Callable[[], float] = time.time
+        self, database: Database, files: FileStore, options: JobOptions, clock: Callable[[], float] = time.time
     ) -> None:
         """`clock` as for FileStore."""
         self._database, self._files, self._options, self._clock = database, files, options, clock

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from penstock.jobs.job_database import JobDatabase, Rows
+from penstock.database.transactions import Database, Rows
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import LIVE, FileRecord, LineState, is_id, new_file_id
 
@@ -23,10 +23,10 @@ _LIVE = ", ".join(f"'{state}'" for state in LIVE)
 class FileStore:
     """Files of all callers. A caller sees its own alone.
 
-    All methods raise JobStoreFailed.
+    All methods raise DatabaseFailed.
     """
 
-    def __init__(self, database: JobDatabase, options: JobOptions, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, options: JobOptions, clock: Callable[[], float] = time.time) -> None:
         """`clock` gives seconds since 1970, the same at all gateways that share the database."""
         self._database, self._options, self._clock = database, options, clock
         share = options.files_share

@@ -1,16 +1,10 @@
-"""Interface of the databases that keep files and batches: transactions on one thread, in SQL that both speak.
-
-`sqlite_jobs.py` is for one gateway, `postgres_jobs.py` for several.
-"""
+"""Tables of files and batches, and the database that has them: SQLite for one gateway, PostgreSQL for several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from penstock.database.sqlite_database import SqliteDatabase
+from penstock.database.transactions import Database, is_postgres
 
-T = TypeVar("T")
-
-# Types are PostgreSQL's; SQLite takes their affinity from the names.
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS files (
         id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, purpose TEXT NOT NULL, bytes BIGINT NOT NULL,
@@ -37,40 +31,13 @@ SCHEMA = (
     "CREATE INDEX IF NOT EXISTS lines_in_turn ON lines (batch, state, held_until, number)",
     "CREATE INDEX IF NOT EXISTS lines_of_holder ON lines (holder)",
 )
+_FLAG = "--job-store"
 
 
-class JobStoreFailed(Exception):
-    """The database could not be reached, or failed; str() gives the reason."""
+def open_job_database(place: str) -> Database:
+    """Make the database of a `--job-store` without opening it. Raises StartupError naming the flag."""
+    if is_postgres(place):
+        from penstock.database.postgres_database import PostgresDatabase
 
-
-class Rows(Protocol):
-    """Statements of one transaction. Values are written `?`."""
-
-    def all(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Run a statement, and return its rows."""
-
-    def change(self, statement: str, *values: Any) -> int:
-        """Run a statement, and return the number of rows that it changed."""
-
-    def change_many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
-        """Run a statement for each tuple of values."""
-
-
-class JobDatabase(Protocol):
-    """Transactions, one at a time, on a thread of their own."""
-
-    # Clause by which a query that claims rows passes over those that another transaction claims.
-    skip_claimed: str
-    # Clause by which a query holds its rows until the transaction's end.
-    lock: str
-    # True: no other process uses it, so that whatever is claimed at the start is left over from an earlier one.
-    is_own: bool
-
-    async def open(self) -> None:
-        """Make the tables where they are missing. Raises StartupError naming --job-store."""
-
-    async def close(self) -> None:
-        """Close it. A second call does nothing."""
-
-    async def run(self, work: Callable[[Rows], T]) -> T:
-        """Run `work` as one transaction: all of it, or, when it raises, nothing. Raises JobStoreFailed."""
+        return PostgresDatabase(place, _FLAG, SCHEMA, "penstock-gateway")
+    return SqliteDatabase(place, "jobs.sqlite", _FLAG, SCHEMA)

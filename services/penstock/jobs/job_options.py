@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.common.options import option
+from penstock.database.transactions import TEMPORARY
 
 JOBS = "Files and batches"
-TEMPORARY, OFF = "temporary", "off"
+OFF = "off"
 
 
 @dataclass(frozen=True, kw_only=True)

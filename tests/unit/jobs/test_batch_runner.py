@@ -11,9 +11,9 @@ from factories.servers.router import until
 from penstock.jobs.batch_runner import Answerer, BatchRunner, LineOutcome
 from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import FileStore
+from penstock.jobs.job_database import open_job_database
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import BatchRecord, BatchState, TakenLine
-from penstock.jobs.sqlite_jobs import SqliteJobs
 
 URL = "/v1/completions"
 LOST = LineOutcome(503, "r", b'{"error": {"code": "backend_lost"}}', is_lost=True)
@@ -29,7 +29,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 async def ended_batch(answer: Answerer) -> AsyncIterator[tuple[BatchRecord, Counter[str]]]:
     """Run a batch of three lines to its end; yield it with the outcomes of its lines."""
     options = JobOptions(job_poll_seconds=0.01, job_requests=1)
-    database = SqliteJobs("temporary")
+    database = open_job_database("temporary")
     await database.open()
     files = FileStore(database, options)
     batches = BatchStore(database, files, options)

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from factories.servers.postgres import Postgres, needs_postgres, running_postgres
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, StartupError
+from penstock.database.transactions import Database, DatabaseFailed
 from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import CHUNK_BYTES, FileStore
-from penstock.jobs.job_database import JobDatabase, JobStoreFailed
+from penstock.jobs.job_database import open_job_database
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import BatchRecord, BatchState, FileRecord, NewLine
-from penstock.jobs.postgres_jobs import PostgresJobs
-from penstock.jobs.sqlite_jobs import SqliteJobs
 
 URL = "/v1/completions"
 
@@ -27,7 +26,7 @@ URL = "/v1/completions"
 class Store:
     """An open store with a clock of its own."""
 
-    database: JobDatabase
+    database: Database
     options: JobOptions = field(default_factory=JobOptions)
     now: float = 1000.0
 
@@ -71,11 +70,11 @@ def server() -> Iterator[Postgres]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=needs_postgres)])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    database: JobDatabase
+    database: Database
     if request.param == "sqlite":
-        database = SqliteJobs("temporary")
+        database = open_job_database("temporary")
     else:
-        database = PostgresJobs(request.getfixturevalue("server").database())
+        database = open_job_database(request.getfixturevalue("server").database())
     await database.open()
     yield Store(database)
     await database.close()
@@ -325,17 +324,17 @@ async def test_lists_come_in_pages(store: Store) -> None:
 
 async def test_a_folder_keeps_everything_and_belongs_to_one_process(tmp_path: Path) -> None:
     place = str(tmp_path / "jobs")
-    first = SqliteJobs(place)
+    first = open_job_database(place)
     await first.open()
     batch = await Store(first).batch(lines=2)
     (line,) = await Store(first).batches.take("one", 1, {})
     await Store(first).batches.answer(line, b"kept", has_failed=False)
-    second = SqliteJobs(place)
+    second = open_job_database(place)
     with pytest.raises(StartupError) as caught:
         await second.open()
     assert caught.value.flag == "--job-store"
     await first.close()
-    third = SqliteJobs(place)
+    third = open_job_database(place)
     await third.open()
     again = Store(third)
     await again.batches.release_all(None)
@@ -350,7 +349,7 @@ async def test_a_folder_keeps_everything_and_belongs_to_one_process(tmp_path: Pa
 @needs_postgres
 async def test_a_database_serves_several_gateways_and_a_broken_connection_is_made_anew(server: Postgres) -> None:
     url = server.database()
-    one, two = PostgresJobs(url), PostgresJobs(url)
+    one, two = open_job_database(url), open_job_database(url)
     await asyncio.gather(one.open(), two.open())
     here, there = Store(one), Store(two)
     batch = await here.batch(lines=40)
@@ -359,7 +358,7 @@ async def test_a_database_serves_several_gateways_and_a_broken_connection_is_mad
     assert sorted(numbers) == list(range(1, 41))
     server.disconnect_all()
     for side in (here, there):
-        with pytest.raises(JobStoreFailed):
+        with pytest.raises(DatabaseFailed):
             await side.batches.counts()
     # Both answer every line: the first answer of each counts.
     lines = [line for part in taken for line in part]
@@ -376,6 +375,6 @@ async def test_a_database_serves_several_gateways_and_a_broken_connection_is_mad
 @needs_postgres
 async def test_an_address_without_a_server_is_told_without_its_password() -> None:
     with pytest.raises(StartupError) as caught:
-        await PostgresJobs("postgresql://me:secret@127.0.0.1:1/x").open()
+        await open_job_database("postgresql://me:secret@127.0.0.1:1/x").open()
     assert caught.value.flag == "--job-store"
     assert "secret" not in str(caught.value)

@@ -1,22 +1,22 @@
-"""Files and batches that several gateways share: a database of PostgreSQL."""
+"""Database that processes of several machines share, of PostgreSQL."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from penstock.common.errors import StartupError
-from penstock.jobs.job_database import SCHEMA, JobStoreFailed, Rows
+from penstock.database.transactions import DatabaseFailed, Rows
 
 if TYPE_CHECKING:
     from psycopg import Connection
 
 T = TypeVar("T")
-# Key of the lock under which one gateway makes the tables: "CREATE IF NOT EXISTS" of two at once may fail.
+# Key of the lock under which one process makes the tables: "CREATE IF NOT EXISTS" of two at once may fail.
 _SCHEMA_LOCK = 0x70656E73
 _CONNECT_SECONDS = 10
 # Milliseconds after which the server gives up a statement.
@@ -51,16 +51,19 @@ class _PostgresRows:
                 cursor.executemany(_in_its_style(statement), values)
 
 
-class PostgresJobs:
-    """JobDatabase on PostgreSQL, 9.5 or later. One connection, which is made anew after it broke."""
+class PostgresDatabase:
+    """Database on PostgreSQL, 9.5 or later. One connection, which is made anew after it broke."""
 
     skip_claimed = " FOR UPDATE SKIP LOCKED"
     lock = " FOR UPDATE"
     is_own = False
 
-    def __init__(self, url: str) -> None:
-        """Make it without a connection. Raises StartupError naming --job-store when the package is missing."""
-        self._url = url
+    def __init__(self, url: str, flag: str, schema: Sequence[str], application: str) -> None:
+        """Make it without a connection. `flag` named the address; `application` is its name at the server.
+
+        Raises StartupError naming the flag when the package is missing.
+        """
+        self._url, self._flag, self._schema, self._application = url, flag, schema, application
         # The address for messages, without its password.
         parts = urlsplit(url)
         self._shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
@@ -68,30 +71,30 @@ class PostgresJobs:
             import psycopg
         except ImportError as error:
             raise StartupError(
-                f"--job-store {self._shown} needs the package psycopg: pip install 'penstock[postgres]'",
-                flag="--job-store",
+                f"{flag} {self._shown} needs the package psycopg: pip install 'penstock[postgres]'",
+                flag=flag,
             ) from error
         self._psycopg = psycopg
-        self._thread = ThreadPoolExecutor(1, "job-store")
+        self._thread = ThreadPoolExecutor(1, "database")
         self._connection: Connection[Any] | None = None
         self._is_closed = False
 
     async def open(self) -> None:
-        """See JobDatabase."""
+        """See Database."""
         try:
             await self._do(self._make_tables)
-        except (self._psycopg.Error, JobStoreFailed) as error:
-            raise StartupError(f"--job-store {self._shown}: {error}", flag="--job-store") from error
+        except (self._psycopg.Error, DatabaseFailed) as error:
+            raise StartupError(f"{self._flag} {self._shown}: {error}", flag=self._flag) from error
 
     def _make_tables(self) -> None:
         connection = self._connected()
         with connection.transaction():
             connection.execute(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})")
-            for statement in SCHEMA:
+            for statement in self._schema:
                 connection.execute(statement)
 
     async def close(self) -> None:
-        """See JobDatabase."""
+        """See Database."""
         if not self._is_closed:
             self._is_closed = True
             connection, self._connection = self._connection, None
@@ -100,22 +103,22 @@ class PostgresJobs:
             self._thread.shutdown(wait=False)
 
     async def run(self, work: Callable[[Rows], T]) -> T:
-        """See JobDatabase."""
+        """See Database."""
         try:
             return await self._do(lambda: self._transact(work))
         except self._psycopg.Error as error:
-            raise JobStoreFailed(str(error)) from error
+            raise DatabaseFailed(str(error)) from error
 
     async def _do(self, work: Callable[[], T]) -> T:
         try:
             running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         except RuntimeError as error:
-            raise JobStoreFailed("it is closed") from error
+            raise DatabaseFailed("it is closed") from error
         return await running
 
     def _transact(self, work: Callable[[Rows], T]) -> T:
         if self._is_closed:
-            raise JobStoreFailed("it is closed")
+            raise DatabaseFailed("it is closed")
         connection = self._connected()
         try:
             with connection.transaction():
@@ -133,6 +136,6 @@ class PostgresJobs:
                 autocommit=True,
                 connect_timeout=_CONNECT_SECONDS,
                 options=f"-c statement_timeout={_STATEMENT_MILLISECONDS}",
-                application_name="penstock-gateway",
+                application_name=self._application,
             )
         return self._connection

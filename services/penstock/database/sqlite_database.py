@@ -1,21 +1,21 @@
-"""Files and batches of one gateway: a database of SQLite in a folder, or a temporary one."""
+"""Database of SQLite: a file of one process, or of several on one machine, or a temporary one."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.common.errors import StartupError
-from penstock.jobs.job_database import SCHEMA, JobStoreFailed, Rows
-from penstock.jobs.job_options import TEMPORARY
+from penstock.database.transactions import TEMPORARY, DatabaseFailed, Rows
 
 T = TypeVar("T")
-FILE_NAME = "jobs.sqlite"
+# Seconds that a transaction waits for one of another process.
+_WAIT_SECONDS = 10.0
 
 
 class _SqliteRows:
@@ -37,24 +37,29 @@ class _SqliteRows:
         self._db.executemany(statement, values)
 
 
-class SqliteJobs:
-    """JobDatabase on SQLite. Written answers survive the end of the process, however it ends."""
+class SqliteDatabase:
+    """Database on SQLite. What a transaction wrote survives the end of the process, however it ends."""
 
     skip_claimed = lock = ""
-    is_own = True
 
-    def __init__(self, place: str) -> None:
-        """Make it without a file. `place`: a folder, or `temporary`."""
-        self._place = place
-        self._thread = ThreadPoolExecutor(1, "job-store")
+    def __init__(
+        self, place: str, file_name: str, flag: str, schema: Sequence[str], *, is_shared: bool = False
+    ) -> None:
+        """Make it without a file. `place`: a folder for `file_name`, or `temporary`; `flag` named it.
+
+        `is_shared`: other processes of this machine may have it open, too.
+        """
+        self._place, self._file_name, self._flag, self._schema = place, file_name, flag, schema
+        self.is_own = not is_shared
+        self._thread = ThreadPoolExecutor(1, "database")
         self._db: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """See JobDatabase."""
+        """See Database."""
         try:
             await self._do(self._open)
         except (OSError, sqlite3.Error) as error:
-            raise StartupError(f"--job-store {self._place}: {error}", flag="--job-store") from error
+            raise StartupError(f"{self._flag} {self._place}: {error}", flag=self._flag) from error
 
     def _open(self) -> None:
         if self._place == TEMPORARY:
@@ -63,46 +68,48 @@ class SqliteJobs:
         else:
             folder = Path(self._place).expanduser()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = str(folder / FILE_NAME)
-            # Prompts and answers are private.
+            path = str(folder / self._file_name)
+            # Prompts, answers and figures of callers are private.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        db = sqlite3.connect(path, check_same_thread=False, timeout=0.0, isolation_level=None)
-        # A second gateway would take lines that this one has.
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        wait = 0.0 if self.is_own else _WAIT_SECONDS
+        db = sqlite3.connect(path, check_same_thread=False, timeout=wait, isolation_level=None)
+        if self.is_own:
+            # A second process would take what this one has claimed.
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         # Deleted data is overwritten.
         db.execute("PRAGMA secure_delete = ON")
         db.execute("BEGIN IMMEDIATE")
-        for statement in SCHEMA:
+        for statement in self._schema:
             db.execute(statement)
         db.execute("COMMIT")
         self._db = db
 
     async def close(self) -> None:
-        """See JobDatabase."""
+        """See Database."""
         db, self._db = self._db, None
         if db is not None:
             await self._do(db.close)
         self._thread.shutdown(wait=False)
 
     async def run(self, work: Callable[[Rows], T]) -> T:
-        """See JobDatabase. A full disk is a JobStoreFailed."""
+        """See Database. A full disk is a DatabaseFailed."""
         try:
             return await self._do(lambda: self._transact(work))
         except sqlite3.Error as error:
-            raise JobStoreFailed(str(error)) from error
+            raise DatabaseFailed(str(error)) from error
 
     async def _do(self, work: Callable[[], T]) -> T:
         try:
             running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         except RuntimeError as error:
-            raise JobStoreFailed("it is closed") from error
+            raise DatabaseFailed("it is closed") from error
         return await running
 
     def _transact(self, work: Callable[[Rows], T]) -> T:
         if self._db is None:
-            raise JobStoreFailed("it is closed")
+            raise DatabaseFailed("it is closed")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             result = work(_SqliteRows(self._db))
