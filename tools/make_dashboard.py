@@ -196,6 +196,12 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ),
         ("gRPC errors", "reqps", [(ERRORS, "{{grpc_service}} {{grpc_code}}")]),
     ],
+    "Keys": [
+        ("Requests by key", "reqps", [rate(ROUTER + "key_requests_total", "{{key}} {{status}}", "key, status")]),
+        ("Tokens by key", "short", [rate(ROUTER + "key_tokens_total", "{{key}} {{kind}}", "key, kind")]),
+        ("Refused by quotas", "reqps", [rate(ROUTER + "key_refusals_total", "{{key}}: {{quota}}", "key, quota")]),
+        ("Requests at once", "short", [(f"sum by (key) ({ROUTER}key_requests_live)", "{{key}}")]),
+    ],
     "HTTP gateway": [
         (
             "Requests by route and status",

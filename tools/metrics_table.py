@@ -12,6 +12,7 @@ from penstock.common.metrics import GrpcServerMetrics
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.generation.adapters.figures import AdapterFigures, AdapterInfo
 from penstock.generation.metrics import GenerationMetrics
+from penstock.router.keys.key_metrics import KeyMetrics
 from penstock.router.metrics import RouterMetrics
 from penstock.tokenizer.metrics import TokenizerMetrics
 from prometheus_client import CollectorRegistry
@@ -23,8 +24,8 @@ HEAD = """\
 # Metrics
 
 Every process serves Prometheus metrics at `/metrics` of its `--metrics-port`, the gateway at its one port. Names
-carry vLLM's suffixes where the meaning is the same. Labels come from closed sets; no text, id, key or client string is
-ever a label. Histograms are in the unit that their name ends in. The stage times are the same numbers as
+carry vLLM's suffixes where the meaning is the same. Labels come from closed sets; no text, id, secret or client string
+is ever a label. Histograms are in the unit that their name ends in. The stage times are the same numbers as
 `Finished.timings` of each answer.
 
 This page is written by `python tools/metrics_table.py` from the registries of the services; a test compares them, and
@@ -61,6 +62,7 @@ def families(service: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
     registry = _Registry()
     if service == "router":
         RouterMetrics(registry)
+        KeyMetrics(registry)
     elif service == "gateway":
         GatewayMetrics(registry)
     elif service == "tokenizer":

@@ -445,6 +445,19 @@ class AsyncClient:
         )
         return response
 
+    async def list_keys(self, *, days: int = 1) -> list[router_pb2.KeyFacts]:
+        """Describe the keys of a router's --keys-file, without secrets, each with its use in `days` days (UTC).
+
+        Raises FailedPrecondition KEYS_OFF.
+        """
+        request = router_pb2.ListKeysRequest(days=days)
+        response: router_pb2.ListKeysResponse = await self._unary(self._channel.router.ListKeys, request)
+        return list(response.keys)
+
+    async def revoke_key(self, label: str) -> None:
+        """Refuse a key from now on, at all routers that share a ledger. Raises NotFound KEY_NOT_FOUND."""
+        await self._unary(self._channel.router.RevokeKey, router_pb2.RevokeKeyRequest(label=label))
+
     async def roll_model(
         self,
         model: str = "",

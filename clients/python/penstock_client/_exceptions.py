@@ -10,6 +10,7 @@ PenstockError            code, message, reason, field, metadata, retry_after_sec
  ├─ DeadlineExceeded     TimeoutConfig or the call's `timeout` passed
  ├─ Cancelled            this side gave up
  ├─ Unauthenticated      no or bad token
+ ├─ PermissionDenied     the key may not do this
  ├─ Unimplemented        the server's release has no such call
  └─ Internal             the server's fault, or a stream that broke the protocol
 """
@@ -26,6 +27,7 @@ from penstock.common.errors import (
     InvalidArgument,
     NotFound,
     PenstockError,
+    PermissionDenied,
     ResourceExhausted,
     Unauthenticated,
     Unavailable,
@@ -42,6 +44,7 @@ __all__ = [
     "InvalidArgument",
     "NotFound",
     "PenstockError",
+    "PermissionDenied",
     "ResourceExhausted",
     "Unauthenticated",
     "Unavailable",

@@ -435,6 +435,19 @@ class Client:
         )
         return response
 
+    def list_keys(self, *, days: int = 1) -> list[router_pb2.KeyFacts]:
+        """Describe the keys of a router's --keys-file, without secrets, each with its use in `days` days (UTC).
+
+        Raises FailedPrecondition KEYS_OFF.
+        """
+        request = router_pb2.ListKeysRequest(days=days)
+        response: router_pb2.ListKeysResponse = self._unary(self._channel.router.ListKeys, request)
+        return list(response.keys)
+
+    def revoke_key(self, label: str) -> None:
+        """Refuse a key from now on, at all routers that share a ledger. Raises NotFound KEY_NOT_FOUND."""
+        self._unary(self._channel.router.RevokeKey, router_pb2.RevokeKeyRequest(label=label))
+
     def roll_model(
         self,
         model: str = "",

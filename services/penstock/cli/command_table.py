@@ -71,6 +71,9 @@ COMMANDS = (
     ),
     CommandRow("debug", SERVICES, "debug:commands", "Look inside a running service, and at traces of requests."),
     CommandRow("admin", SERVICES, "admin_commands:commands", "Drain, resume and reload a generation service."),
+    CommandRow(
+        "keys", SERVICES, "keys.keys_command:commands", "Keys of callers: make, list and revoke them, show their use."
+    ),
     CommandRow("env", MACHINE, "env:commands", "Versions, CPU, memory and devices: what a bug report needs."),
     CommandRow(
         "doctor",

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol
 
 import grpc
 
@@ -174,15 +174,22 @@ class TokenFile:
         return f"Bearer {tokens[0].decode()}"
 
 
+class BearerTokens(Protocol):
+    """Bearer tokens that a call, or some calls, accept."""
+
+    def accepts(self, authorization: str | bytes | None) -> bool:
+        """True for the `authorization` metadata of a caller that may make the call.
+
+        May raise PenstockError with a reason for the caller, such as PermissionDenied.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class TokenFiles:
     """Several files; the tokens of each are accepted."""
 
-    files: tuple[TokenFile, ...]
+    files: tuple[BearerTokens, ...]
 
     def accepts(self, authorization: str | bytes | None) -> bool:
         """True when one of the files has the token."""
         return any(file.accepts(authorization) for file in self.files)
-
-
-Tokens: TypeAlias = TokenFile | TokenFiles

@@ -10,6 +10,7 @@ PenstockError
  ├─ DeadlineExceeded
  ├─ Cancelled
  ├─ Unauthenticated
+ ├─ PermissionDenied      a valid key that may not do this
  ├─ Unimplemented         a peer of another release lacks the RPC
  └─ Internal              anything else; carries a reason, never an exception's text
 StartupError              a process cannot start: names the flag to change
@@ -141,6 +142,12 @@ class Unauthenticated(PenstockError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
+class PermissionDenied(PenstockError):
+    """The caller is known, and may not make this call, or not for this model."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class Unimplemented(PenstockError):
     """The called process lacks the RPC: it is of another release, or another service."""
 
@@ -178,6 +185,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PenstockError]] = {
         DeadlineExceeded,
         Cancelled,
         Unauthenticated,
+        PermissionDenied,
         Unimplemented,
         Internal,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +37,17 @@ class _SqliteRows:
     def change_many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
         """See Rows."""
         self._db.executemany(statement, values)
+
+
+@contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """Hold a lock among processes during the block: SQLite refuses the second of two that make a file's tables."""
+    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 class SqliteDatabase:
@@ -72,6 +85,10 @@ class SqliteDatabase:
             # Prompts, answers and figures of callers are private.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         wait = 0.0 if self.is_own else _WAIT_SECONDS
+        with nullcontext() if self.is_own else _alone(f"{path}.lock"):
+            self._db = self._connected(path, wait)
+
+    def _connected(self, path: str, wait: float) -> sqlite3.Connection:
         db = sqlite3.connect(path, check_same_thread=False, timeout=wait, isolation_level=None)
         if self.is_own:
             # A second process would take what this one has claimed.
@@ -84,7 +101,7 @@ class SqliteDatabase:
         for statement in self._schema:
             db.execute(statement)
         db.execute("COMMIT")
-        self._db = db
+        return db
 
     async def close(self) -> None:
         """See Database."""

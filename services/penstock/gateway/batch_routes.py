@@ -13,6 +13,7 @@ from penstock.common.units import parse_duration
 from penstock.gateway.answers import dumps
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.file_routes import asking_jobs, jobs_of, limit_of, page_of, query_of
+from penstock.gateway.job_scope import require_jobs_scope
 from penstock.gateway.places import ANYBODY
 from penstock.gateway.request_fields import Fields, typed
 from penstock.jobs.job_records import ENDPOINTS, batch_object
@@ -40,6 +41,7 @@ async def create_batch(call: HttpCall) -> Answer:
             "the router asks for tokens, and this gateway has none for the lines of batches (--job-token-file)",
             reason="NO_JOB_TOKEN",
         )
+    await require_jobs_scope(call)
     with asking_jobs():
         record = await jobs.batches.create(
             call.owner, input_file=input_file, endpoint=endpoint, window=window, seconds=seconds, metadata=metadata

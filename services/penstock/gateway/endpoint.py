@@ -30,6 +30,7 @@ from penstock.common.errors import (
 )
 from penstock.common.idle_only import IDLE_ONLY_KEY, is_idle_only
 from penstock.common.logging import bind_trace, get_logger
+from penstock.common.needed_scope import NEEDED_SCOPE_KEY, needed_scope
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id, is_request_id
 from penstock.common.tracing import (
     TRACEPARENT_KEY,
@@ -182,10 +183,11 @@ def shown_authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def call_metadata() -> tuple[tuple[str, str], ...]:
-    """Return metadata for a call to the router: the request's id, its trace, and that it uses idle capacity only."""
+    """Return metadata for a call to the router: the request's id, its trace, idle capacity only, a scope to ask for."""
     request_id = current_request_id.get()
     idle_only = ((IDLE_ONLY_KEY, "1"),) if is_idle_only.get() else ()
-    return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *idle_only, *outgoing())
+    scope = ((NEEDED_SCOPE_KEY, needed),) if (needed := needed_scope.get()) else ()
+    return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *idle_only, *scope, *outgoing())
 
 
 def owner_of(authorization: bytes | None) -> str:

@@ -33,7 +33,15 @@ _TOO_LARGE = frozenset(("EXCEEDS_KV_POOL", "MESSAGE_TOO_LARGE", "RESPONSE_TOO_LA
 # Faults of HTTP itself; all other faults are the request's.
 _HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # OpenAI's codes for Penstock's reasons; other reasons appear in lower case.
-_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
+_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "KEY_REVOKED": "invalid_api_key",
+    "KEY_EXPIRED": "invalid_api_key",
+    "QUOTA_EXCEEDED": "rate_limit_exceeded",
+}
+# The quota of a key that no client waits for, in its own words and in OpenAI's.
+_DAY_QUOTA, _NO_QUOTA_LEFT = "tokens_per_day", "insufficient_quota"
 # Anthropic's types where they differ: https://docs.anthropic.com/en/api/errors
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "overloaded_error"}
 # Messages of the protos, which HTTP's fields do not have.
@@ -64,6 +72,9 @@ def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]
         kind = _HTTP_TYPES.get(status, "invalid_request_error")
     else:
         kind = _STATUSES.get(error.code, (500, "server_error"))[1]
+    code = _CODES.get(error.reason, error.reason.lower())
+    if error.metadata.get("quota") == _DAY_QUOTA:
+        kind = code = _NO_QUOTA_LEFT
     # The body as a whole is not a parameter.
     param = None if error.field in (None, "body") else http_name(error.field or "", names)
     message = error.message
@@ -75,7 +86,7 @@ def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]
             "message": message,
             "type": kind,
             "param": param,
-            "code": _CODES.get(error.reason, error.reason.lower()),
+            "code": code,
             "reason": error.reason,
             "field": error.field,
         }
@@ -108,6 +119,8 @@ def _typed_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any
 
 def _anthropic_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]:
     made = _typed_body(error, names)
+    if made["error"]["type"] == _NO_QUOTA_LEFT:
+        made["error"]["type"] = "rate_limit_error"
     made["error"]["type"] = _ANTHROPIC_TYPES.get(status_of(error), made["error"]["type"])
     return made
 
@@ -119,14 +132,32 @@ ANTHROPIC_ERRORS = ErrorShape(_anthropic_body, b"event: error\n")
 
 
 def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
-    """Headers that say when to try again, or not to: OpenAI's clients obey both."""
+    """Headers that say when to try again, or not to: OpenAI's clients obey both. And those of a quota."""
+    quota = error.metadata.get("quota", "")
+    found = _quota_headers(error, quota) if quota else []
     if error.retry_after_seconds is not None:
         # The header has only whole seconds.
-        return [(b"retry-after", str(max(1, math.ceil(error.retry_after_seconds))).encode())]
+        found.append((b"retry-after", str(max(1, math.ceil(error.retry_after_seconds))).encode()))
+        if quota == _DAY_QUOTA:
+            # A client that asks again and again until midnight helps nobody.
+            found.append((b"x-should-retry", b"false"))
+        return found
     if status_of(error) == 401:
         return [(b"www-authenticate", b"Bearer")]
     # A request that no free place would help, such as one too large for the pool.
-    return [(b"x-should-retry", b"false")] if error.code is _Code.RESOURCE_EXHAUSTED else []
+    return [*found, (b"x-should-retry", b"false")] if error.code is _Code.RESOURCE_EXHAUSTED else []
+
+
+def _quota_headers(error: PenstockError, quota: str) -> list[tuple[bytes, bytes]]:
+    """Make the headers of OpenAI's rate limits (https://platform.openai.com/docs/guides/rate-limits)."""
+    unit = b"requests" if "requests" in quota else b"tokens"
+    found = [
+        (b"x-ratelimit-%b-%b" % (name, unit), error.metadata.get(name.decode(), "0").encode())
+        for name in (b"limit", b"remaining")
+    ]
+    if error.retry_after_seconds is not None:
+        found.append((b"x-ratelimit-reset-" + unit, f"{error.retry_after_seconds:.3f}s".encode()))
+    return found
 
 
 def http_name(field: str, names: Mapping[str, str]) -> str:

@@ -33,7 +33,7 @@ _LATER = frozenset(
 _FINAL = frozenset(("ABORTED",))
 # Reasons of RESOURCE_EXHAUSTED that a wait cures.
 _FULL = frozenset(("QUEUE_FULL", "OVERLOADED", "TOO_MANY_RPCS", "TOO_MANY_SEQUENCES", "MODEL_SLOTS_FULL"))
-_FULL |= {"ADAPTER_MEMORY_FULL", "ADAPTER_SLOTS_FULL", "ADAPTER_LOADS_FULL"}
+_FULL |= {"ADAPTER_MEMORY_FULL", "ADAPTER_SLOTS_FULL", "ADAPTER_LOADS_FULL", "QUOTA_EXCEEDED"}
 # Endpoints with a cache of prefixes; characters of a caller's digest that keep it apart.
 _SALTED = frozenset(ENDPOINTS) - {"/v1/embeddings"}
 _SALT_CHARS = 32
@@ -134,5 +134,6 @@ class JobClients:
 
 def _is_for_later(error: PenstockError) -> bool:
     if error.code is _Code.RESOURCE_EXHAUSTED:
-        return error.reason in _FULL
+        # A request that is larger than the quota of its key never fits.
+        return error.reason in _FULL and (error.reason != "QUOTA_EXCEEDED" or error.retry_after_seconds is not None)
     return error.code in _LATER and error.reason not in _FINAL

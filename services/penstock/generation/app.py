@@ -17,7 +17,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.common.checkpoint import model_name
-from penstock.common.credentials import TokenFile, TokenFiles, Tokens
+from penstock.common.credentials import BearerTokens, TokenFile, TokenFiles
 from penstock.common.logging import get_logger
 from penstock.common.progress import ShowProgress
 from penstock.compat.vllm.engine_servicer import VLLM_ENGINE_SERVICE, VllmEngineServicer
@@ -68,13 +68,13 @@ class GenerationApp:
         """Show the progress of the start by `show`."""
         self._holder.show = show
 
-    def token_files(self) -> Mapping[str, Tokens]:
+    def token_files(self) -> Mapping[str, BearerTokens]:
         """See serving.server.HasTokens."""
         path, usual = self._config.model_access_token_file, self._config.auth_token_file
         if path is None:
             return {}
         opening = TokenFile(path, "--model-access-token-file")
-        tokens: dict[str, Tokens] = dict.fromkeys(OPENING_METHODS, opening)
+        tokens: dict[str, BearerTokens] = dict.fromkeys(OPENING_METHODS, opening)
         if usual is not None:
             # Callers that run the model's graphs have to know them.
             tokens[FACTS_METHOD] = TokenFiles((TokenFile(usual, "--auth-token-file"), opening))

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping
 import grpc
 from prometheus_client import CollectorRegistry
 
-from penstock.common.credentials import Tokens, check_channel_files
+from penstock.common.credentials import BearerTokens, TokenFile, check_channel_files
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
-from penstock.compat.kserve.inference_service import KSERVE_SERVICE, KserveServicer
+from penstock.compat.kserve.inference_service import KSERVE_SCOPES, KSERVE_SERVICE, KserveServicer
 from penstock.inference import kserve_pb2_grpc
 from penstock.router.aio import Wakeup
 from penstock.router.backends.discovery import Resolver, check_services, resolve
@@ -27,6 +27,7 @@ from penstock.router.frontend.forwarding import (
     ForwardingModelServicer,
     token_files,
 )
+from penstock.router.frontend.key_scopes import key_token_files
 from penstock.router.frontend.model_roll import ModelRoll
 from penstock.router.frontend.models_watch import ModelsWatch
 from penstock.router.frontend.route_table import RouteTable
@@ -34,6 +35,7 @@ from penstock.router.frontend.routed_model import RoutedModel, RouteShare
 from penstock.router.frontend.router_admin import RouterAdminServicer
 from penstock.router.frontend.servicer import TextServicer
 from penstock.router.frontend.turn_limiter import TurnLimiter
+from penstock.router.keys.key_desk import KeyDesk
 from penstock.router.metrics import RouterMetrics
 from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, router_pb2_grpc, text_pb2_grpc
 
@@ -48,13 +50,21 @@ class RouterApp:
     grpc_services = (SERVICE_NAME, KSERVE_SERVICE, ADMIN_SERVICE, MODEL_SERVICE, ROUTER_ADMIN_SERVICE)
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, *, resolver: Resolver = resolve) -> None:
-        """Make it inside the event loop that will serve it. `resolver` stands in for DNS in tests."""
+        """Make it inside the event loop that will serve it. `resolver` stands in for DNS in tests.
+
+        Raises StartupError for the file of keys.
+        """
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._config = config
         self._tasks: list[asyncio.Task[None]] = []
         self._set_serving: Callable[[bool], Awaitable[None]] | None = None
         self._health_changed = Wakeup()
         metrics = self._metrics = RouterMetrics(registry)
+        self._keys: KeyDesk | None = None
+        if config.keys_file is not None:
+            usual = config.auth_token_file
+            others = TokenFile(usual, "--auth-token-file") if usual is not None else None
+            self._keys = KeyDesk(config, registry, others)
         self._catalogue = Catalogue(config, metrics) if config.models is not None else None
         self._roll = ModelRoll(self._catalogue)
         share = RouteShare(
@@ -65,9 +75,13 @@ class RouterApp:
             on_failure=self._fail,
             resolver=resolver,
             catalogue=self._catalogue,
+            keys=self._keys,
         )
         self._table = RouteTable(
-            lambda entry: RoutedModel(share, entry), config.drain_grace_seconds, config.start_timeout_seconds
+            lambda entry: RoutedModel(share, entry),
+            config.drain_grace_seconds,
+            config.start_timeout_seconds,
+            self._keys,
         )
         self._watch = ModelsWatch(config, self._table) if config.models is not None else None
         metrics.live.set_function(lambda: sum(route.admission.live for route in self._table.routes))
@@ -87,12 +101,14 @@ class RouterApp:
         forwarding = Forwarding(config, lambda: table.backends)
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(ForwardingAdminServicer(forwarding), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ForwardingModelServicer(forwarding), server)
-        admin = RouterAdminServicer(forwarding, table, self._watch, self._roll)
+        admin = RouterAdminServicer(forwarding, table, self._watch, self._roll, self._keys)
         router_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
 
-    def token_files(self) -> Mapping[str, Tokens]:
+    def token_files(self) -> Mapping[str, BearerTokens]:
         """See serving.server.HasTokens."""
-        return token_files(self._config)
+        if self._keys is None:
+            return token_files(self._config)
+        return key_token_files(self._config, self._keys.ring, KSERVE_SCOPES)
 
     async def start(self) -> None:
         """Return once tokenizer and a backend are ready, with a file of models those of each, as far as they come.
@@ -102,6 +118,9 @@ class RouterApp:
         # Checked only at the start: later a file may be missing while it is replaced, and connecting is tried again.
         check_channel_files(self._config)
         until = time.monotonic() + self._config.start_timeout_seconds
+        if self._keys is not None:
+            await self._keys.open()
+            self._spawn(self._keys.run())
         file = await self._watch.read() if self._watch is not None else None
         models = file.models if file is not None else ()
         check_services(self._config, [*self._config.backend, *(one for model in models for one in model.backends)])
@@ -137,6 +156,9 @@ class RouterApp:
 
     async def close(self) -> None:
         """Disconnect."""
+        if self._keys is not None:
+            # While its task still writes.
+            await self._keys.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

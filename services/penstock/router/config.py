@@ -9,7 +9,9 @@ from penstock.common.config import ChannelConfig, ServerConfig, metrics_port_opt
 from penstock.common.errors import StartupError
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT, ROUTER_METRICS_PORT, ROUTER_PORT, TOKENIZER_PORT
+from penstock.database.transactions import TEMPORARY
 from penstock.router.backend_targets import check_target
+from penstock.router.key_options import KeyOptions
 
 CHATS = "Tool calls and reasoning"
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
@@ -17,7 +19,7 @@ STREAMING, MODELS = "Streaming", "Several models"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ServerConfig, ChannelConfig):
+class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
     """Configuration of `penstock serve router`."""
 
     port: int = option(ROUTER_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
@@ -153,7 +155,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     tenant_share: float = option(
         0.75,
-        "Share of --max-live-requests that one tenant may have, where --auth-token-file tells tenants apart.",
+        "Share of --max-live-requests that one tenant may have, where --auth-token-file or --keys-file tells tenants "
+        "apart.",
         group=ADMISSION,
         minimum=0.01,
         maximum=1.0,
@@ -450,6 +453,12 @@ class RouterConfig(ServerConfig, ChannelConfig):
                 "--models needs --processes 1: each process would load and unload models on its own. Run several "
                 "routers with files of their own for more",
                 flag="--models",
+            )
+        if self.keys_file is not None and self.processes > 1 and self.ledger == TEMPORARY:
+            raise StartupError(
+                "--processes with --keys-file needs --ledger: without it each process would count a key's day on its "
+                "own",
+                flag="--ledger",
             )
         for flag, targets in (("--tokenizer", self.tokenizer), ("--backend", self.backend)):
             if not targets and self.models is None:

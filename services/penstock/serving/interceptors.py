@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from penstock.common.credentials import Tokens
+from penstock.common.credentials import BearerTokens
 from penstock.common.errors import (
     Internal,
     InvalidArgument,
@@ -88,7 +88,7 @@ class _Method:
     handling: Any
     handled: Callable[[str], Any]
     # Tokens that it accepts; None: any call.
-    tokens: Tokens | None
+    tokens: BearerTokens | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,14 @@ class CallInterceptor:
         metrics: GrpcServerMetrics,
         *,
         tracer: Tracer | None = None,
-        tokens: Tokens | None,
+        tokens: BearerTokens | None,
         max_concurrent_rpcs: int,
         max_message_fields: int,
-        service_tokens: Mapping[str, Tokens] | None = None,
+        service_tokens: Mapping[str, BearerTokens] | None = None,
     ) -> None:
         """Make it; ServerConfig explains the limits. `service_tokens` replace `tokens` for a service, or for a method
-        ("/package.Service/Name"), which takes precedence. `tracer` None: no call is traced."""
+        ("/package.Service/Name"), which takes precedence, or, under "", for all others. `tracer` None: no call is
+        traced."""
         self._max_message_fields = max_message_fields
         self._metrics = metrics
         self._tracer = tracer
@@ -155,17 +156,27 @@ class CallInterceptor:
         """Check a call of a wrapped method before its request is read.
 
         Return True for a call admitted by its token (or if none is required), False for one that needs none. Raises
-        Unauthenticated; `refusal_trailers` has its trailers.
+        Unauthenticated, or what the tokens raise; `refusal_trailers` has its trailers.
         """
         method = self._methods[name]
         if method.service in EXEMPT_SERVICES:
             return False
-        if method.tokens is None or method.tokens.accepts(_last(metadata, "authorization")):
+        if method.tokens is None:
             return True
-        method.started.inc()
-        method.handled(grpc.StatusCode.UNAUTHENTICATED.name).inc()
-        method.handling.observe(0.0)
+        try:
+            if method.tokens.accepts(_last(metadata, "authorization")):
+                return True
+        except PenstockError as error:
+            self._count_refused(method, error.code)
+            raise
+        self._count_refused(method, grpc.StatusCode.UNAUTHENTICATED)
         raise Unauthenticated("a valid bearer token is required", reason="UNAUTHENTICATED")
+
+    @staticmethod
+    def _count_refused(method: _Method, code: grpc.StatusCode) -> None:
+        method.started.inc()
+        method.handled(code.name).inc()
+        method.handling.observe(0.0)
 
     def _method(self, name: str, handler: Handler) -> _Method:
         kinds = ("unary", "client_stream", "server_stream", "bidi_stream")
@@ -179,7 +190,8 @@ class CallInterceptor:
                 counters[code] = self._metrics.handled.labels(*labels, code)
             return counters[code]
 
-        tokens = self._service_tokens.get(name, self._service_tokens.get(service, self._tokens))
+        found = (self._service_tokens[one] for one in (name, service, "") if one in self._service_tokens)
+        tokens = next(found, self._tokens)
         return _Method(
             service,
             method,

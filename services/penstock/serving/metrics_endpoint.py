@@ -23,8 +23,8 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from penstock.common.addresses import join_address
 from penstock.common.config import ServerConfig
-from penstock.common.credentials import TokenFile, tls_context
-from penstock.common.errors import StartupError
+from penstock.common.credentials import BearerTokens, TokenFile, tls_context
+from penstock.common.errors import PenstockError, StartupError
 from penstock.http2.strangers import network_of_peer
 from penstock.serving.loop_errors import LACKS
 from penstock.serving.metrics_callers import MetricsCallers
@@ -57,6 +57,10 @@ class BoundMetrics:
         self._server.server_close()
 
 
+# Name of the tokens of /metrics among those of a service (serving.server.HasTokens).
+METRICS_TOKENS = "/metrics"
+
+
 def start_metrics_server(
     registry: CollectorRegistry,
     host: str,
@@ -64,15 +68,18 @@ def start_metrics_server(
     *,
     is_ready: Callable[[], bool],
     config: ServerConfig | None = None,
+    tokens: BearerTokens | None = None,
 ) -> BoundMetrics:
     """Serve `registry` at http(s)://host:port/metrics from daemon threads; port 0 takes a free one.
 
-    `is_ready` answers /readyz. With `config` it uses its certificate, key, client CA, tokens and bounds.
+    `is_ready` answers /readyz. With `config` it uses its certificate, key, client CA, tokens and bounds. `tokens`
+    replace those of `config`.
     Raises StartupError naming --metrics-port or a file's flag.
     """
     # They add a series for every counter and histogram, and say no more than process_start_time_seconds.
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config and config.auth_token_file else None
+    if tokens is None and config is not None and config.auth_token_file:
+        tokens = TokenFile(config.auth_token_file, "--auth-token-file")
     context = tls_context(config, alpn=()) if config is not None and config.is_tls else None
     try:
         family, *_ = getaddrinfo(host.strip("[]"), port, type=SOCK_STREAM, flags=AI_PASSIVE)[0]
@@ -107,18 +114,19 @@ def start_on_first_free(
     *,
     is_ready: Callable[[], bool],
     config: ServerConfig | None = None,
+    tokens: BearerTokens | None = None,
 ) -> BoundMetrics:
     """Serve at the first of `ports` that nobody has, as `start_metrics_server`, which says what it raises."""
     for port in ports[:-1]:
         try:
-            return start_metrics_server(registry, host, port, is_ready=is_ready, config=config)
+            return start_metrics_server(registry, host, port, is_ready=is_ready, config=config, tokens=tokens)
         except StartupError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == EADDRINUSE):
                 raise
-    return start_metrics_server(registry, host, ports[-1], is_ready=is_ready, config=config)
+    return start_metrics_server(registry, host, ports[-1], is_ready=is_ready, config=config, tokens=tokens)
 
 
-def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: TokenFile | None) -> WSGIApplication:
+def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: BearerTokens | None) -> WSGIApplication:
     """Make the application of the three pages."""
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -133,19 +141,26 @@ def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: Token
         if path != "/metrics":
             start_response("404 Not Found", [*_TEXT])
             return [b"/metrics, /healthz or /readyz\n"]
-        if tokens is not None and not tokens.accepts(environ.get("HTTP_AUTHORIZATION")):
+        if tokens is not None and not _accepts(tokens, environ.get("HTTP_AUTHORIZATION")):
             start_response("401 Unauthorized", [*_TEXT, ("WWW-Authenticate", "Bearer")])
-            return [b"/metrics needs a bearer token of --auth-token-file\n"]
+            return [b"/metrics needs a bearer token of --auth-token-file, or a key with the scope metrics\n"]
         return metrics(environ, start_response)
 
     return application
+
+
+def _accepts(tokens: BearerTokens, authorization: str | None) -> bool:
+    try:
+        return tokens.accepts(authorization)
+    except PenstockError:
+        return False
 
 
 class _Server(ThreadingWSGIServer):
     """Server with limits on its callers: one without a place is closed at once."""
 
     callers: ClassVar[MetricsCallers]
-    tokens: ClassVar[TokenFile | None]
+    tokens: ClassVar[BearerTokens | None]
     # Connections that wait to be accepted while others are.
     request_queue_size = 128
 
@@ -204,7 +219,7 @@ class _Handler(WSGIRequestHandler):
         self._limit.cancel()
         if parsed:
             tokens = self.server.tokens
-            is_trusted = tokens is None or tokens.accepts(self.headers.get("Authorization"))
+            is_trusted = tokens is None or _accepts(tokens, self.headers.get("Authorization"))
             self.server.callers.ask(self.connection, is_trusted=is_trusted)
         return parsed
 

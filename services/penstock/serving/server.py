@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.common.addresses import BoundAddresses, join_address, require_free_port
 from penstock.common.config import ProcessConfig, ServerConfig
-from penstock.common.credentials import TokenFile, Tokens
+from penstock.common.credentials import BearerTokens, TokenFile
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import GrpcServerMetrics, add_process_metrics
@@ -29,7 +29,7 @@ from penstock.serving.health import Health, add_reflection
 from penstock.serving.health_socket import HealthSocket
 from penstock.serving.interceptors import CallInterceptor
 from penstock.serving.loop_errors import LoopErrors
-from penstock.serving.metrics_endpoint import BoundMetrics, start_on_first_free
+from penstock.serving.metrics_endpoint import METRICS_TOKENS, BoundMetrics, start_on_first_free
 from penstock.serving.transport import make_transport
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ class HasControlServices(Protocol):
 class HasTokens(Protocol):
     """A service with gRPC services or methods that accept other bearer tokens than those of --auth-token-file."""
 
-    def token_files(self) -> Mapping[str, Tokens]:
-        """Read them, by the gRPC service's name, or a method's ("/package.Service/Name"); called once, before the
-        server is made. Raises StartupError."""
+    def token_files(self) -> Mapping[str, BearerTokens]:
+        """Read them, by the gRPC service's name, a method's ("/package.Service/Name"), "" for all others, or
+        METRICS_TOKENS for the metrics port; called once, before the server is made. Raises StartupError."""
 
 
 class OwnServer(ABC):
@@ -143,11 +143,13 @@ class RunningServer:
         self.health = Health(service.grpc_services, control)
         tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config.auth_token_file else None
         self._tracing = open_tracing(config, service.name)
+        own_tokens = service.token_files() if isinstance(service, HasTokens) else {}
+        self._metrics_tokens = own_tokens.get(METRICS_TOKENS)
         self.calls = CallInterceptor(
             GrpcServerMetrics(self.registry),
             tracer=self._tracing,
             tokens=tokens,
-            service_tokens=service.token_files() if isinstance(service, HasTokens) else {},
+            service_tokens=own_tokens,
             max_concurrent_rpcs=config.max_concurrent_rpcs,
             max_message_fields=config.max_message_fields,
         )
@@ -207,6 +209,7 @@ class RunningServer:
                 ports,
                 is_ready=lambda: self.health.is_serving,
                 config=config,
+                tokens=None if self._is_worker else self._metrics_tokens,
             )
         if self._health_socket is not None:
             await self._health_socket.open()

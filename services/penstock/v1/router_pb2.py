@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/router.proto\x12\x0bpenstock.v1\"\x15\n\x13ReloadModelsRequest\"r\n\x14ReloadModelsResponse\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x03(\t\x12\x0f\n\x07\x63hanged\x18\x02 \x03(\t\x12\x0f\n\x07removed\x18\x03 \x03(\t\x12)\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x19.penstock.v1.ModelFailure\",\n\x0cModelFailure\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"O\n\x10RollModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"I\n\x11RollModelResponse\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12#\n\x04step\x18\x02 \x01(\x0e\x32\x15.penstock.v1.RollStep*i\n\x08RollStep\x12\x19\n\x15ROLL_STEP_UNSPECIFIED\x10\x00\x12\x15\n\x11ROLL_STEP_LOADING\x10\x01\x12\x13\n\x0fROLL_STEP_READY\x10\x02\x12\x16\n\x12ROLL_STEP_UNLOADED\x10\x03\x32\xb7\x01\n\x12RouterAdminService\x12S\n\x0cReloadModels\x12 .penstock.v1.ReloadModelsRequest\x1a!.penstock.v1.ReloadModelsResponse\x12L\n\tRollModel\x12\x1d.penstock.v1.RollModelRequest\x1a\x1e.penstock.v1.RollModelResponse0\x01\x42[\n\x0eio.penstock.v1B\x0bRouterProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/router.proto\x12\x0bpenstock.v1\"\x15\n\x13ReloadModelsRequest\"r\n\x14ReloadModelsResponse\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x03(\t\x12\x0f\n\x07\x63hanged\x18\x02 \x03(\t\x12\x0f\n\x07removed\x18\x03 \x03(\t\x12)\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x19.penstock.v1.ModelFailure\",\n\x0cModelFailure\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"O\n\x10RollModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"I\n\x11RollModelResponse\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12#\n\x04step\x18\x02 \x01(\x0e\x32\x15.penstock.v1.RollStep\"-\n\x0fListKeysRequest\x12\x11\n\x04\x64\x61ys\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_days\"7\n\x10ListKeysResponse\x12#\n\x04keys\x18\x01 \x03(\x0b\x32\x15.penstock.v1.KeyFacts\"\xb8\x03\n\x08KeyFacts\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06scopes\x18\x03 \x03(\t\x12\x0e\n\x06models\x18\x04 \x03(\t\x12\x12\n\nall_models\x18\x05 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x06 \x03(\t\x12\x14\n\x0c\x61ll_adapters\x18\x07 \x01(\x08\x12 \n\x13requests_per_minute\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x1e\n\x11tokens_per_minute\x18\t \x01(\x04H\x01\x88\x01\x01\x12 \n\x13\x63oncurrent_requests\x18\n \x01(\x04H\x02\x88\x01\x01\x12\x1b\n\x0etokens_per_day\x18\x0b \x01(\x04H\x03\x88\x01\x01\x12\x14\n\x07\x65xpires\x18\x0c \x01(\x01H\x04\x88\x01\x01\x12\x0f\n\x07revoked\x18\r \x01(\x08\x12$\n\x05usage\x18\x0e \x03(\x0b\x32\x15.penstock.v1.KeyUsageB\x16\n\x14_requests_per_minuteB\x14\n\x12_tokens_per_minuteB\x16\n\x14_concurrent_requestsB\x11\n\x0f_tokens_per_dayB\n\n\x08_expires\"\x9e\x01\n\x08KeyUsage\x12\x0b\n\x03\x64\x61y\x18\x01 \x01(\r\x12\x0f\n\x07\x61nswers\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\x04\x12\x17\n\x0freserved_tokens\x18\x05 \x01(\x04\x12\x14\n\x0clost_answers\x18\x06 \x01(\x04\x12\x13\n\x0blost_tokens\x18\x07 \x01(\x04\"!\n\x10RevokeKeyRequest\x12\r\n\x05label\x18\x01 \x01(\t\"\x13\n\x11RevokeKeyResponse*i\n\x08RollStep\x12\x19\n\x15ROLL_STEP_UNSPECIFIED\x10\x00\x12\x15\n\x11ROLL_STEP_LOADING\x10\x01\x12\x13\n\x0fROLL_STEP_READY\x10\x02\x12\x16\n\x12ROLL_STEP_UNLOADED\x10\x03\x32\xcc\x02\n\x12RouterAdminService\x12S\n\x0cReloadModels\x12 .penstock.v1.ReloadModelsRequest\x1a!.penstock.v1.ReloadModelsResponse\x12L\n\tRollModel\x12\x1d.penstock.v1.RollModelRequest\x1a\x1e.penstock.v1.RollModelResponse0\x01\x12G\n\x08ListKeys\x12\x1c.penstock.v1.ListKeysRequest\x1a\x1d.penstock.v1.ListKeysResponse\x12J\n\tRevokeKey\x12\x1d.penstock.v1.RevokeKeyRequest\x1a\x1e.penstock.v1.RevokeKeyResponseB[\n\x0eio.penstock.v1B\x0bRouterProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -22,8 +22,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.router_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016io.penstock.v1B\013RouterProtoP\001Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1'
-  _globals['_ROLLSTEP']._serialized_start=382
-  _globals['_ROLLSTEP']._serialized_end=487
+  _globals['_ROLLSTEP']._serialized_start=1146
+  _globals['_ROLLSTEP']._serialized_end=1251
   _globals['_RELOADMODELSREQUEST']._serialized_start=41
   _globals['_RELOADMODELSREQUEST']._serialized_end=62
   _globals['_RELOADMODELSRESPONSE']._serialized_start=64
@@ -34,6 +34,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLMODELREQUEST']._serialized_end=305
   _globals['_ROLLMODELRESPONSE']._serialized_start=307
   _globals['_ROLLMODELRESPONSE']._serialized_end=380
-  _globals['_ROUTERADMINSERVICE']._serialized_start=490
-  _globals['_ROUTERADMINSERVICE']._serialized_end=673
+  _globals['_LISTKEYSREQUEST']._serialized_start=382
+  _globals['_LISTKEYSREQUEST']._serialized_end=427
+  _globals['_LISTKEYSRESPONSE']._serialized_start=429
+  _globals['_LISTKEYSRESPONSE']._serialized_end=484
+  _globals['_KEYFACTS']._serialized_start=487
+  _globals['_KEYFACTS']._serialized_end=927
+  _globals['_KEYUSAGE']._serialized_start=930
+  _globals['_KEYUSAGE']._serialized_end=1088
+  _globals['_REVOKEKEYREQUEST']._serialized_start=1090
+  _globals['_REVOKEKEYREQUEST']._serialized_end=1123
+  _globals['_REVOKEKEYRESPONSE']._serialized_start=1125
+  _globals['_REVOKEKEYRESPONSE']._serialized_end=1144
+  _globals['_ROUTERADMINSERVICE']._serialized_start=1254
+  _globals['_ROUTERADMINSERVICE']._serialized_end=1586
 # @@protoc_insertion_point(module_scope)

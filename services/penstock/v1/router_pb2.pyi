@@ -165,3 +165,212 @@ class RollModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RollModelResponse: _TypeAlias = RollModelResponse  # noqa: Y015
+
+@_typing.final
+class ListKeysRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAYS_FIELD_NUMBER: _builtins.int
+    days: _builtins.int
+    """Days of usage, today (UTC) among them; unset: 1, at most 366."""
+    def __init__(
+        self,
+        *,
+        days: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_days", b"_days", "days", b"days"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_days", b"_days", "days", b"days"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__days: _TypeAlias = _typing.Literal["days"]  # noqa: Y015
+    _WhichOneofArgType__days: _TypeAlias = _typing.Literal["_days", b"_days"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__days) -> _WhichOneofReturnType__days | None: ...
+
+Global___ListKeysRequest: _TypeAlias = ListKeysRequest  # noqa: Y015
+
+@_typing.final
+class ListKeysResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyFacts]:
+        """In the order of the file."""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[Global___KeyFacts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeysResponse: _TypeAlias = ListKeysResponse  # noqa: Y015
+
+@_typing.final
+class KeyFacts(_message.Message):
+    """A key without its secret. A bound that is unset does not exist."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    ALL_MODELS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ALL_ADAPTERS_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    CONCURRENT_REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_DAY_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    label: _builtins.str
+    tenant: _builtins.str
+    all_models: _builtins.bool
+    all_adapters: _builtins.bool
+    requests_per_minute: _builtins.int
+    tokens_per_minute: _builtins.int
+    concurrent_requests: _builtins.int
+    tokens_per_day: _builtins.int
+    expires: _builtins.float
+    """Seconds since 1970; unset: never."""
+    revoked: _builtins.bool
+    """In the file, or by RevokeKey."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """generate, embed, jobs, admin, model, metrics."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Empty while `all_models`: all. The same of adapters."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyUsage]:
+        """By day, the oldest first; days without use are left out."""
+
+    def __init__(
+        self,
+        *,
+        label: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        scopes: _abc.Iterable[_builtins.str] | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        all_models: _builtins.bool = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        all_adapters: _builtins.bool = ...,
+        requests_per_minute: _builtins.int | None = ...,
+        tokens_per_minute: _builtins.int | None = ...,
+        concurrent_requests: _builtins.int | None = ...,
+        tokens_per_day: _builtins.int | None = ...,
+        expires: _builtins.float | None = ...,
+        revoked: _builtins.bool = ...,
+        usage: _abc.Iterable[Global___KeyUsage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_concurrent_requests", b"_concurrent_requests", "_expires", b"_expires", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "concurrent_requests", b"concurrent_requests", "expires", b"expires", "requests_per_minute", b"requests_per_minute", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_concurrent_requests", b"_concurrent_requests", "_expires", b"_expires", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "adapters", b"adapters", "all_adapters", b"all_adapters", "all_models", b"all_models", "concurrent_requests", b"concurrent_requests", "expires", b"expires", "label", b"label", "models", b"models", "requests_per_minute", b"requests_per_minute", "revoked", b"revoked", "scopes", b"scopes", "tenant", b"tenant", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__concurrent_requests: _TypeAlias = _typing.Literal["concurrent_requests"]  # noqa: Y015
+    _WhichOneofArgType__concurrent_requests: _TypeAlias = _typing.Literal["_concurrent_requests", b"_concurrent_requests"]  # noqa: Y015
+    _WhichOneofReturnType__expires: _TypeAlias = _typing.Literal["expires"]  # noqa: Y015
+    _WhichOneofArgType__expires: _TypeAlias = _typing.Literal["_expires", b"_expires"]  # noqa: Y015
+    _WhichOneofReturnType__requests_per_minute: _TypeAlias = _typing.Literal["requests_per_minute"]  # noqa: Y015
+    _WhichOneofArgType__requests_per_minute: _TypeAlias = _typing.Literal["_requests_per_minute", b"_requests_per_minute"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_day: _TypeAlias = _typing.Literal["tokens_per_day"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_day: _TypeAlias = _typing.Literal["_tokens_per_day", b"_tokens_per_day"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_minute: _TypeAlias = _typing.Literal["tokens_per_minute"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_minute: _TypeAlias = _typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__concurrent_requests) -> _WhichOneofReturnType__concurrent_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expires) -> _WhichOneofReturnType__expires | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests_per_minute) -> _WhichOneofReturnType__requests_per_minute | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_day) -> _WhichOneofReturnType__tokens_per_day | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_minute) -> _WhichOneofReturnType__tokens_per_minute | None: ...
+
+Global___KeyFacts: _TypeAlias = KeyFacts  # noqa: Y015
+
+@_typing.final
+class KeyUsage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    RESERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOST_ANSWERS_FIELD_NUMBER: _builtins.int
+    LOST_TOKENS_FIELD_NUMBER: _builtins.int
+    day: _builtins.int
+    """Days since 1970-01-01, UTC."""
+    answers: _builtins.int
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    reserved_tokens: _builtins.int
+    """Tokens that unfinished answers may use."""
+    lost_answers: _builtins.int
+    """Answers that died with their router. Their reservations count against the quota of the day."""
+    lost_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        day: _builtins.int = ...,
+        answers: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        reserved_tokens: _builtins.int = ...,
+        lost_answers: _builtins.int = ...,
+        lost_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "completion_tokens", b"completion_tokens", "day", b"day", "lost_answers", b"lost_answers", "lost_tokens", b"lost_tokens", "prompt_tokens", b"prompt_tokens", "reserved_tokens", b"reserved_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyUsage: _TypeAlias = KeyUsage  # noqa: Y015
+
+@_typing.final
+class RevokeKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABEL_FIELD_NUMBER: _builtins.int
+    label: _builtins.str
+    def __init__(
+        self,
+        *,
+        label: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeKeyRequest: _TypeAlias = RevokeKeyRequest  # noqa: Y015
+
+@_typing.final
+class RevokeKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeKeyResponse: _TypeAlias = RevokeKeyResponse  # noqa: Y015

@@ -51,6 +51,16 @@ class RouterAdminServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_router__pb2.RollModelRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_router__pb2.RollModelResponse.FromString,
                 _registered_method=True)
+        self.ListKeys = channel.unary_unary(
+                '/penstock.v1.RouterAdminService/ListKeys',
+                request_serializer=penstock_dot_v1_dot_router__pb2.ListKeysRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_router__pb2.ListKeysResponse.FromString,
+                _registered_method=True)
+        self.RevokeKey = channel.unary_unary(
+                '/penstock.v1.RouterAdminService/RevokeKey',
+                request_serializer=penstock_dot_v1_dot_router__pb2.RevokeKeyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_router__pb2.RevokeKeyResponse.FromString,
+                _registered_method=True)
 
 
 class RouterAdminServiceServicer(object):
@@ -75,6 +85,21 @@ class RouterAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListKeys(self, request, context):
+        """The keys of --keys-file without their secrets, and what each used. FAILED_PRECONDITION KEYS_OFF: there is no such file.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeKey(self, request, context):
+        """Refuses a key from now on, at all routers that share the ledger, also after a restart. Its file stays as it is.
+        NOT_FOUND KEY_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterAdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -87,6 +112,16 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
                     servicer.RollModel,
                     request_deserializer=penstock_dot_v1_dot_router__pb2.RollModelRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_router__pb2.RollModelResponse.SerializeToString,
+            ),
+            'ListKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeys,
+                    request_deserializer=penstock_dot_v1_dot_router__pb2.ListKeysRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_router__pb2.ListKeysResponse.SerializeToString,
+            ),
+            'RevokeKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeKey,
+                    request_deserializer=penstock_dot_v1_dot_router__pb2.RevokeKeyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_router__pb2.RevokeKeyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,6 +179,60 @@ class RouterAdminService(object):
             '/penstock.v1.RouterAdminService/RollModel',
             penstock_dot_v1_dot_router__pb2.RollModelRequest.SerializeToString,
             penstock_dot_v1_dot_router__pb2.RollModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RouterAdminService/ListKeys',
+            penstock_dot_v1_dot_router__pb2.ListKeysRequest.SerializeToString,
+            penstock_dot_v1_dot_router__pb2.ListKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RouterAdminService/RevokeKey',
+            penstock_dot_v1_dot_router__pb2.RevokeKeyRequest.SerializeToString,
+            penstock_dot_v1_dot_router__pb2.RevokeKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,12 @@ class RouterAdminServiceStub:
     FAILED_PRECONDITION ONE_BACKEND: the model has one backend only, and would not be served meanwhile. The call that leaves
     stops the roll after the present backend.
     """
+    ListKeys: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListKeysRequest, _router_pb2.ListKeysResponse]
+    """The keys of --keys-file without their secrets, and what each used. FAILED_PRECONDITION KEYS_OFF: there is no such file."""
+    RevokeKey: _grpc.UnaryUnaryMultiCallable[_router_pb2.RevokeKeyRequest, _router_pb2.RevokeKeyResponse]
+    """Refuses a key from now on, at all routers that share the ledger, also after a restart. Its file stays as it is.
+    NOT_FOUND KEY_NOT_FOUND.
+    """
 
 @_typing.type_check_only
 class RouterAdminServiceAsyncStub(RouterAdminServiceStub):
@@ -58,6 +64,12 @@ class RouterAdminServiceAsyncStub(RouterAdminServiceStub):
     loaded into another slot before the old one is unloaded. Each step is told as it begins; the stream ends when all is done.
     FAILED_PRECONDITION ONE_BACKEND: the model has one backend only, and would not be served meanwhile. The call that leaves
     stops the roll after the present backend.
+    """
+    ListKeys: _aio.UnaryUnaryMultiCallable[_router_pb2.ListKeysRequest, _router_pb2.ListKeysResponse]  # type: ignore[assignment]
+    """The keys of --keys-file without their secrets, and what each used. FAILED_PRECONDITION KEYS_OFF: there is no such file."""
+    RevokeKey: _aio.UnaryUnaryMultiCallable[_router_pb2.RevokeKeyRequest, _router_pb2.RevokeKeyResponse]  # type: ignore[assignment]
+    """Refuses a key from now on, at all routers that share the ledger, also after a restart. Its file stays as it is.
+    NOT_FOUND KEY_NOT_FOUND.
     """
 
 class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -83,6 +95,24 @@ class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         loaded into another slot before the old one is unloaded. Each step is told as it begins; the stream ends when all is done.
         FAILED_PRECONDITION ONE_BACKEND: the model has one backend only, and would not be served meanwhile. The call that leaves
         stops the roll after the present backend.
+        """
+
+    @_abc_1.abstractmethod
+    def ListKeys(
+        self,
+        request: _router_pb2.ListKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ListKeysResponse, _abc.Awaitable[_router_pb2.ListKeysResponse]]:
+        """The keys of --keys-file without their secrets, and what each used. FAILED_PRECONDITION KEYS_OFF: there is no such file."""
+
+    @_abc_1.abstractmethod
+    def RevokeKey(
+        self,
+        request: _router_pb2.RevokeKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.RevokeKeyResponse, _abc.Awaitable[_router_pb2.RevokeKeyResponse]]:
+        """Refuses a key from now on, at all routers that share the ledger, also after a restart. Its file stays as it is.
+        NOT_FOUND KEY_NOT_FOUND.
         """
 
 def add_RouterAdminServiceServicer_to_server(servicer: RouterAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -47,7 +47,10 @@ SETTINGS = {
         *("--set", "inferencePool.enabled=true,inferencePool.parentGateway=inference"),
         *("--set", "inferencePool.hostnames[0].name=llm.example.org"),
     ],
-    "clients": ["--set", "networkPolicy.clients[0].podSelector.matchLabels.app=shop,serviceAccount.create=false"],
+    "clients": [
+        *("--set", "networkPolicy.clients[0].podSelector.matchLabels.app=shop,serviceAccount.create=false"),
+        *("--set", "auth.keysSecret=keys"),
+    ],
 }
 MODELS = ("hub", "claim", "image")
 # Settings that exclude each other: one place of the model, one accelerator, TLS that others' pods do not speak, a pool

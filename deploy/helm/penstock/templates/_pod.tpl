@@ -106,6 +106,9 @@
 - --channel-token-file=/etc/penstock/auth/token
 {{- end }}
 {{- end }}
+{{- if and (eq .name "router") $values.auth.keysSecret }}
+- --keys-file=/etc/penstock/keys/keys.toml
+{{- end }}
 {{- if and (eq .name "gateway") $values.inferencePool.enabled $values.inferencePool.hostnames }}
 - --allowed-hosts={{ range $number, $host := $values.inferencePool.hostnames }}{{ if $number }},{{ end }}{{ $host.name }}{{ end }}
 {{- end }}
@@ -266,10 +269,19 @@ livenessProbe:
       - key: {{ $values.auth.tokenKey }}
         path: token
 {{- end }}
+{{- if and $values.auth.keysSecret (eq .name "router") }}
+- name: keys
+  secret:
+    secretName: {{ $values.auth.keysSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ $values.auth.keysKey }}
+        path: keys.toml
+{{- end }}
 {{- end -}}
 
 {{- define "penstock.mounts" -}}
-{{- $places := dict "tmp" "/tmp" "home" "/home/penstock" "hub" "/cache" "model" "/models" "shared-memory" "/dev/shm" "tls" "/etc/penstock/tls" "auth" "/etc/penstock/auth" -}}
+{{- $places := dict "tmp" "/tmp" "home" "/home/penstock" "hub" "/cache" "model" "/models" "shared-memory" "/dev/shm" "tls" "/etc/penstock/tls" "auth" "/etc/penstock/auth" "keys" "/etc/penstock/keys" -}}
 {{- range include "penstock.volumes" . | fromYamlArray }}
 - name: {{ .name }}
   mountPath: {{ get $places .name | default (dig "hostPath" "path" "" .) }}

@@ -26,6 +26,7 @@ from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.supervisor import ServiceEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import BoundAddresses, require_free_port
 from penstock.common.config import ServerConfig
+from penstock.common.credentials import BearerTokens
 from penstock.common.errors import StartupError
 from penstock.common.options import options_of
 from penstock.common.progress import StageProgress
@@ -131,6 +132,7 @@ class WorkerProcesses:
             config.metrics_ports,
             is_ready=self._is_serving,
             config=config,
+            tokens=_metrics_tokens(config),
         )
 
     def _bound(self, port: int, endpoint: BoundMetrics | None) -> BoundAddresses:
@@ -220,6 +222,18 @@ class WorkerProcesses:
         shown = f" · metrics http://{bound.metrics}/metrics" if bound.metrics else ""
         seconds = time.monotonic() - self._began
         say(f"READY {self._role} · gRPC {bound.grpc}{shown} · {self._count} processes · {seconds:.1f} s")
+
+
+def _metrics_tokens(config: ServerConfig) -> BearerTokens | None:
+    """Return the tokens of the metrics port that are not only --auth-token-file's: keys with the scope metrics."""
+    from penstock.router.config import RouterConfig
+
+    if not isinstance(config, RouterConfig) or config.keys_file is None:
+        return None
+    from penstock.router.frontend.key_scopes import metrics_tokens
+    from penstock.router.keys.key_ring import KeyRing
+
+    return metrics_tokens(config, KeyRing(config.keys_file, config.max_keys))
 
 
 def run_workers(role: str, given: dict[str, Any], config: ServerConfig, reporter: Reporter) -> int:

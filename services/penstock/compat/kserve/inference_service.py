@@ -19,15 +19,18 @@ from penstock.common.request_context import current_request_id, new_request_id
 from penstock.compat.kserve import infer_message
 from penstock.http2.metadata import Metadata
 from penstock.inference import kserve_pb2, kserve_pb2_grpc
-from penstock.router.frontend.reach import reach
+from penstock.router.frontend.reach import choose_for, reach
 from penstock.router.frontend.route_table import RouteTable
 from penstock.router.frontend.routed_model import RoutedModel
 from penstock.router.frontend.stream_writer import GENERATE
+from penstock.router.keys.api_key import KeyScope
 from penstock.router.metrics import RouterMetrics
 from penstock.serving.transport import ServerCall
 from penstock.v1 import generation_pb2, text_pb2
 
 KSERVE_SERVICE = "inference.GRPCInferenceService"
+# Scopes that calls need of a key; any valid key may make the others.
+KSERVE_SCOPES = {f"/{KSERVE_SERVICE}/{method}": KeyScope.GENERATE for method in ("ModelInfer", "ModelStreamInfer")}
 # Triton's metadata that asks for a stream's first error as its status.
 GRPC_ERROR_KEY = "triton_grpc_error"
 # Fields of Generate -> KServe's names for them.
@@ -53,7 +56,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, context: Any) -> kserve_pb2.ModelReadyResponse:
         """Report that a backend has the model or adapter. Raises NotFound."""
-        route, model, adapter = self._find(request.name, request.version)
+        route, model, adapter = self._find(request.name, request.version, context)
         return kserve_pb2.ModelReadyResponse(ready=route.takes_requests_of(model, adapter))
 
     async def ServerMetadata(
@@ -68,12 +71,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: kserve_pb2.ModelMetadataRequest, context: Any
     ) -> kserve_pb2.ModelMetadataResponse:
         """Describe the tensors of a model. Raises NotFound."""
-        _, model, adapter = self._find(request.name, request.version)
+        _, model, adapter = self._find(request.name, request.version, context)
         return infer_message.model_metadata(adapter or model)
 
     async def ModelConfig(self, request: kserve_pb2.ModelConfigRequest, context: Any) -> kserve_pb2.ModelConfigResponse:
         """Describe them as Triton does. Raises NotFound."""
-        _, model, adapter = self._find(request.name, request.version)
+        _, model, adapter = self._find(request.name, request.version, context)
         return infer_message.model_config(adapter or model)
 
     async def ModelInfer(  # type: ignore[override]
@@ -109,12 +112,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             raise _renamed(error) from None
         return call.last_response()
 
-    def _find(self, name: str, version: str) -> tuple[RoutedModel, str, str]:
+    def _find(self, name: str, version: str, context: ServerCall) -> tuple[RoutedModel, str, str]:
         """Return the route, the model and the adapter of this name; empty for the only model served."""
         infer_message.check_version("version", version)
         asked = text_pb2.GenerateTextRequest(model=name)
         try:
-            route = self._table.choose(asked)
+            route = choose_for(self._table, asked, context)
             return route, *route.pool.choose_model(asked.model)
         except (InvalidArgument, NotFound) as error:
             raise _renamed(error, {"model": "name"}) from None

@@ -24,7 +24,10 @@ DEFAULT_TENANT = "default"
 
 
 def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Hash of the caller's token, which may be any text; a constant when no authentication is needed."""
+    """Hash of the caller's token, which may be any text; a constant when no authentication is needed.
+
+    Callers with a key of --keys-file have their key's tenant instead.
+    """
     if config.auth_token_file is None:
         return DEFAULT_TENANT
     token = bearer_token(dict(metadata or ()).get("authorization"))

@@ -231,6 +231,17 @@ def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResp
     )
 
 
+def most_tokens(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> tuple[int, int]:
+    """Return the tokens of a prompt, and the most that all answers together may have."""
+    prompt_tokens, config = num_prompt_tokens(prompt, request), request.config
+    most = MAX_OUTPUT_TOKENS
+    if info is not None and info.limits.max_context_tokens:
+        most = max(info.limits.max_context_tokens - prompt_tokens, 1)
+    if config.HasField("max_new_tokens"):
+        most = min(config.max_new_tokens, most)
+    return prompt_tokens, most * num_sequences(request, info)
+
+
 def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> int:
     """Number of sequences that will be returned."""
     if request.config.HasField("num_return_sequences"):

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from penstock.common.config import is_loopback
-from penstock.common.credentials import TokenFile, TokenFiles, Tokens
+from penstock.common.credentials import BearerTokens, TokenFile, TokenFiles
 from penstock.common.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -47,9 +47,9 @@ OPENING_METHODS = tuple(
 Context = Any
 
 
-def token_files(config: RouterConfig) -> Mapping[str, Tokens]:
+def token_files(config: RouterConfig) -> dict[str, BearerTokens]:
     """Read the tokens that the forwarded services accept in place of the usual ones. Raises StartupError."""
-    files: dict[str, Tokens] = {}
+    files: dict[str, BearerTokens] = {}
     admins, usual, opening = (
         None if path is None else TokenFile(path, flag)
         for path, flag in (
@@ -78,8 +78,8 @@ class Forwarding:
         """Make it. `backends` returns those that there are."""
         self._backends = backends
         # On a public address, tokens for text must not be enough to stop the service.
-        self._is_allowed = config.admin_token_file is not None or is_loopback(config.host)
-        self._may_open = config.model_token_file is not None or is_loopback(config.host)
+        self._is_allowed = bool(config.admin_token_file or config.keys_file) or is_loopback(config.host)
+        self._may_open = bool(config.model_token_file or config.keys_file) or is_loopback(config.host)
 
     def backend_to_open(self, context: ServerCall) -> Backend:
         """Choose the backend of a call that opens the model. Raises FailedPrecondition, and as `backend_of`."""
@@ -103,7 +103,8 @@ class Forwarding:
         """Refuse operators' calls where anybody could make them. Raises FailedPrecondition."""
         if not self._is_allowed:
             raise FailedPrecondition(
-                f"the router listens on a public address: admin and model calls need its {_FLAG}",
+                f"the router listens on a public address: admin and model calls need its {_FLAG}, or keys with the "
+                "scope admin",
                 reason="NO_ADMIN_TOKENS",
             )
 

@@ -23,12 +23,15 @@ from penstock.common.logging import get_logger
 from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id, new_request_id
 from penstock.common.tracing import SpanKind, stage
+from penstock.http2.metadata import Metadata
 from penstock.router.chat.chat_output import ChatParser, make_parser
 from penstock.router.frontend import convert
 from penstock.router.frontend.admission import fair_share_key, serving_tenant, tenant_of
 from penstock.router.frontend.drain import GraceEnd, grace_over
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.stream_writer import StreamKind, StreamWriter
+from penstock.router.keys.key_account import KeyAccount
+from penstock.router.keys.key_desk import require_model
 from penstock.router.metrics import UNKNOWN_MODEL
 from penstock.router.requests.attempt_spans import describe_request
 from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
@@ -112,11 +115,14 @@ class _StreamedCall:
         describe_request(self._kind.operation, self.model, self._adapter, self._request.config)
         parts.attempts.check_capacity(self.model, self._adapter)
         metadata = self._context.invocation_metadata()
-        tenant = tenant_of(parts.config, metadata)
+        account = self._account(metadata)
+        tenant = tenant_of(parts.config, metadata) if account is None else account.tenant
         served_as = serving_tenant(tenant, metadata)
         demand = convert.to_demand(self._request, fair_share_key(served_as), self._info())
         # A stack: everything held is given back even if one release fails.
         with contextlib.ExitStack() as held:
+            if account is not None:
+                held.enter_context(account)
             live = parts.metrics.model_live(self.model or UNKNOWN_MODEL)
             live.inc()
             held.callback(live.dec)
@@ -134,8 +140,19 @@ class _StreamedCall:
             with stage("tokenize", SpanKind.CLIENT):
                 prompt = await self._prompt()
             state = self._make_state(request_id, tenant, prompt, demand)
+            if account is not None:
+                await account.reserve(*convert.most_tokens(prompt, self._request, self._info()), request_id)
             # All but the place: from there on the backends' own figures count the request, placed or not.
-            await self._stream(state, prompt, place, (coming, room), grace_end)
+            await self._stream(state, prompt, place, (coming, room), grace_end, account)
+
+    def _account(self, metadata: Metadata) -> KeyAccount | None:
+        """Return the account of the caller's key; None for a caller without a key."""
+        keys = self._parts.keys
+        if keys is None or (key := keys.find(metadata)) is None:
+            return None
+        # What an adapter's or a model's name stood for is known now.
+        require_model(key, self.model, self._adapter)
+        return keys.begin(key, self.model)
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
         return self._parts.pool.models.get(self.model)
@@ -225,7 +242,13 @@ class _StreamedCall:
         return 1 if convert.allows_one_call(request) else self._parts.config.max_tool_calls
 
     async def _stream(
-        self, state: RequestState, prompt: Prompt, place: _HeldPlace, coming: Sequence[_HeldPlace], grace_end: GraceEnd
+        self,
+        state: RequestState,
+        prompt: Prompt,
+        place: _HeldPlace,
+        coming: Sequence[_HeldPlace],
+        grace_end: GraceEnd,
+        account: KeyAccount | None,
     ) -> None:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(state.spec.template.config, self._left())
@@ -235,7 +258,7 @@ class _StreamedCall:
             await parts.attempts.adapters.require(self.model, self._adapter, self._left())
         left = self._left()
         timer = None if left is None else loop.call_later(left, state.fail, _late())
-        writer = StreamWriter(state, prompt, self._kind, parts, self._context, self._left)
+        writer = StreamWriter(state, prompt, self._kind, parts, self._context, self._left, account)
         last_wait = _LastWait(state, writer, parts.config.slow_reader_grace_seconds, self._hang_up)
 
         def on_close() -> None:
@@ -261,6 +284,9 @@ class _StreamedCall:
         finally:
             state.close()
             last_wait.end()
+            if account is not None and state.started is not None:
+                # It ended without Finished: what backends generated counts, and a prompt that one began.
+                account.note(convert.num_prompt_tokens(prompt, self._request), state.num_tokens)
             state.release()
             if timer is not None:
                 timer.cancel()

@@ -7,17 +7,37 @@ from collections.abc import Iterator
 from penstock.router.frontend.residence import ResidenceState
 from penstock.router.frontend.route_table import RouteTable
 from penstock.router.frontend.routed_model import RoutedModel
+from penstock.router.keys.api_key import ApiKey
 from penstock.v1 import common_pb2, model_pb2, text_pb2
 
 
-def list_models(table: RouteTable) -> list[text_pb2.Model]:
+def list_models(table: RouteTable, key: ApiKey | None = None) -> list[text_pb2.Model]:
     """Return every model that a backend serves or served, each followed by its aliases and adapters.
 
-    A name that several models share comes last, with their weights.
+    A name that several models share comes last, with their weights. With a key: those that it may name.
     """
+    if key is not None and (key.models is not None or key.adapters is not None):
+        return _of_key(table, key)
     models = [model for route in table.routes for model in _of_route(route)]
     for alias, sharers in table.sharers.items():
         models.append(_shared(alias, sharers))
+    return models
+
+
+def _of_key(table: RouteTable, key: ApiKey) -> list[text_pb2.Model]:
+    models = []
+    for route in table.routes:
+        # Aliases follow their model, and adapters know their parent.
+        named = ""
+        for model in _of_route(route):
+            if not model.parent and (model.name in route.pool.models or model.name == route.name):
+                named = model.name
+            if key.may_use(named, model.name if model.parent else ""):
+                models.append(model)
+    for alias, sharers in table.sharers.items():
+        allowed = [route for route in sharers if key.may_use(route.name)]
+        if allowed:
+            models.append(_shared(alias, allowed))
     return models
 
 

@@ -12,6 +12,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.frontend.admission import Admission
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.turn_limiter import TurnLimiter
+from penstock.router.keys.key_desk import KeyDesk
 from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
@@ -35,5 +36,7 @@ class Parts:
     token_texts: TokenTexts
     metrics: RouterMetrics
     turn_limiter: TurnLimiter
+    # None: there is no file of keys.
+    keys: KeyDesk | None = None
     # Tasks that send statuses to readers that were cut off: the event loop itself would not keep them.
     hanging_up: set[asyncio.Task[None]] = field(default_factory=set)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from penstock.common.errors import PenstockError
+from penstock.common.errors import NotFound, PenstockError
 from penstock.common.idle_only import asks_for_idle_only
 from penstock.router.frontend.route_table import RouteTable
 from penstock.router.frontend.routed_model import RoutedModel
+from penstock.router.keys.key_desk import require_model
 from penstock.router.metrics import UNKNOWN_MODEL, RouterMetrics
 from penstock.serving.transport import ServerCall
 from penstock.v1 import text_pb2
@@ -37,7 +38,8 @@ async def reach(
     """
     model, status = UNKNOWN_MODEL, ""
     try:
-        route = table.choose(request, getattr(request, "adapter", ""), getattr(request, "session_id", ""))
+        adapter, session = getattr(request, "adapter", ""), getattr(request, "session_id", "")
+        route = choose_for(table, request, context, adapter, session)
         if route.residence is not None and method not in _WITHOUT_MODEL:
             model = route.name
             is_idle_only = asks_for_idle_only(context.invocation_metadata())
@@ -54,3 +56,26 @@ async def reach(
         if status:
             metrics.requests(method, status).inc()
             metrics.model_requests(model, status).inc()
+
+
+def choose_for(
+    table: RouteTable, request: RoutedT, context: ServerCall, adapter: str = "", session: str = ""
+) -> RoutedModel:
+    """Choose the route for a caller. A key sees only what it may name: neither other models nor their loads.
+
+    Raises PermissionDenied, and as RouteTable.choose.
+    """
+    key = None if table.keys is None else table.keys.find(context.invocation_metadata())
+    if key is None or (key.models is None and key.adapters is None):
+        return table.choose(request, adapter, session)
+    try:
+        route = table.choose(request, adapter, session)
+        # A model that is not loaded knows no names yet.
+        named = (route.name, adapter) if route.is_cold else route.pool.choose_model(request.model, adapter)
+    except NotFound as error:
+        # Its message would list all names.
+        raise NotFound(
+            f"{error.field}: no such name is served to this key", reason=error.reason, field=error.field
+        ) from None
+    require_model(key, *named)
+    return route

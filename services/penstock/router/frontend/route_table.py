@@ -15,6 +15,7 @@ from penstock.common.logging import get_logger
 from penstock.common.model_names import those_there_are
 from penstock.router.backends.backend import Backend
 from penstock.router.frontend.routed_model import RoutedModel
+from penstock.router.keys.key_desk import KeyDesk
 from penstock.router.models_file import ModelEntry, ModelsFile
 
 _log = get_logger("penstock.router")
@@ -41,10 +42,16 @@ class RouteTable:
     """Routes by name. Belongs to one event loop."""
 
     def __init__(
-        self, make_route: Callable[[ModelEntry | None], RoutedModel], drain_grace_seconds: float, start_seconds: float
+        self,
+        make_route: Callable[[ModelEntry | None], RoutedModel],
+        drain_grace_seconds: float,
+        start_seconds: float,
+        keys: KeyDesk | None = None,
     ) -> None:
         """Make it, empty. `drain_grace_seconds`: time that streams of a model have once it is gone from the file;
-        `start_seconds`: time for a model's new tokenizer and backends to become ready."""
+        `start_seconds`: time for a model's new tokenizer and backends to become ready; `keys`: of the callers, None
+        without a file of keys."""
+        self.keys = keys
         self._make_route = make_route
         self._drain_grace_seconds = drain_grace_seconds
         self._start_seconds = start_seconds

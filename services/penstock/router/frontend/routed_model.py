@@ -29,6 +29,7 @@ from penstock.router.frontend.score_embed import ScoreEmbedFlow
 from penstock.router.frontend.score_embed_text import ScoreEmbedTexts
 from penstock.router.frontend.tokens import TokenFlow
 from penstock.router.frontend.turn_limiter import TurnLimiter
+from penstock.router.keys.key_desk import KeyDesk
 from penstock.router.metrics import RouterMetrics
 from penstock.router.models_file import ModelEntry
 from penstock.router.tokenizer.detokenize import Detokenizer
@@ -51,6 +52,8 @@ class RouteShare:
     resolver: Resolver = resolve
     # Of the models on demand; None without a file of models.
     catalogue: Catalogue | None = None
+    # None without a file of keys.
+    keys: KeyDesk | None = None
 
 
 class RoutedModel:
@@ -117,6 +120,7 @@ class RoutedModel:
             self._drain,
             token_texts,
             metrics,
+            share.keys,
         )
         self.tokens = TokenFlow(config, pipeline, self.link, self.pool, metrics)
         self.flow = TextFlow(
@@ -133,6 +137,7 @@ class RoutedModel:
                 token_texts=token_texts,
                 metrics=metrics,
                 turn_limiter=share.turn_limiter,
+                keys=share.keys,
             )
         )
 

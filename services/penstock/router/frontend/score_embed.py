@@ -6,12 +6,13 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock.common.pace import Demand
+from penstock.common.request_context import current_request_id
 from penstock.common.tracing import exemplar, stage
 from penstock.router.backends.forecast import Forecast
 from penstock.router.backends.pool import BackendPool
@@ -22,6 +23,8 @@ from penstock.router.frontend.admission import Admission, fair_share_key, servin
 from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt, routing_salt
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
+from penstock.router.keys.key_account import KeyAccount
+from penstock.router.keys.key_desk import KeyDesk, require_model
 from penstock.router.metrics import UNKNOWN_MODEL, RouterMetrics
 from penstock.router.tokenizer.remembered_texts import TokenTexts
 from penstock.serving.transport import ServerCall
@@ -41,10 +44,16 @@ class _CallFacts:
     tenant: str
     served_as: str
     deadline: float | None
+    account: KeyAccount | None
 
     @property
     def left(self) -> float | None:
         return None if self.deadline is None else self.deadline - time.monotonic()
+
+    async def reserve(self, tokens: int) -> None:
+        """Take the tokens of the call from the quotas of its key. Raises as KeyAccount.reserve."""
+        if self.account is not None:
+            await self.account.reserve(tokens, 0, current_request_id.get() or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,8 @@ class ScoreEmbedFlow:
     drain: Drain
     token_texts: TokenTexts
     metrics: RouterMetrics
+    # None: there is no file of keys.
+    keys: KeyDesk | None = None
 
     async def score(self, request: text_pb2.ScoreTextRequest, context: ServerCall) -> text_pb2.ScoreTextResponse:
         """Raises PenstockError; fields are named as in the request."""
@@ -67,12 +78,13 @@ class ScoreEmbedFlow:
             self._check_count("items", len(request.items))
             items = await self.texts.items(request.items, call.left)
             message = self._score_request(request, items, call)
+            await call.reserve(sum(len(item.prompt) + len(item.continuation) for item in items))
             answer: generation_pb2.ScoreResponse = await self._ask(
                 "Score", lambda stub, left: stub.Score(message, timeout=left), call, items[0].prompt, message.cache_salt
             )
             positions = [position for result in answer.results for position in result.logprobs]
             await self.token_texts.fill(positions, call.left)
-            self._count(answer.usage)
+            await self._count(answer.usage, call)
             return _checked(text_pb2.ScoreTextResponse(results=answer.results, usage=answer.usage), "items")
 
     async def embed(self, request: text_pb2.EmbedTextRequest, context: ServerCall) -> text_pb2.EmbedTextResponse:
@@ -88,10 +100,11 @@ class ScoreEmbedFlow:
                 fair_share_key=fair_share_key(call.served_as),
                 adapter=call.adapter,
             )
+            await call.reserve(sum(map(len, inputs)))
             answer: generation_pb2.EmbedResponse = await self._ask(
                 "Embed", lambda stub, left: stub.Embed(message, timeout=left), call, (), ""
             )
-            self._count(answer.usage)
+            await self._count(answer.usage, call)
             return _checked(text_pb2.EmbedTextResponse(embeddings=answer.embeddings, usage=answer.usage), "texts")
 
     async def detect_watermark(
@@ -128,23 +141,28 @@ class ScoreEmbedFlow:
         status, model = "INTERNAL", ""
         try:
             metadata = context.invocation_metadata()
-            tenant = tenant_of(self.config, metadata)
-            served_as = serving_tenant(tenant, metadata)
             # A watermark does not depend on an adapter.
             adapter = "" if isinstance(request, text_pb2.DetectWatermarkTextRequest) else request.adapter
-            call = _CallFacts(*self.pool.choose_model(request.model, adapter), tenant, served_as, deadline)
-            model = call.model
+            model, adapter = self.pool.choose_model(request.model, adapter)
+            account = None
+            if self.keys is not None and (key := self.keys.find(metadata)) is not None:
+                require_model(key, model, adapter)
+                account = self.keys.begin(key, model)
+            tenant = tenant_of(self.config, metadata) if account is None else account.tenant
+            served_as = serving_tenant(tenant, metadata)
+            call = _CallFacts(model, adapter, tenant, served_as, deadline, account)
             self.attempts.check_capacity(call.model, call.adapter)
             demand = Demand(fair_share_key(served_as), request.ByteSize() // BYTES_PER_TOKEN, 0)
             if remaining is not None:
                 self.forecast.check(call.model, demand, remaining)
             async with self.drain.attended():
-                with stage("admission"):
-                    await self.admission.enter(served_as, call.left, demand.prompt_tokens)
-                with self.admission.leaving(served_as):
-                    if call.adapter:
-                        await self.attempts.require_adapter(call.model, call.adapter, call.left)
-                    yield call
+                with account or nullcontext():
+                    with stage("admission"):
+                        await self.admission.enter(served_as, call.left, demand.prompt_tokens)
+                    with self.admission.leaving(served_as):
+                        if call.adapter:
+                            await self.attempts.require_adapter(call.model, call.adapter, call.left)
+                        yield call
             status = "OK"
             self.metrics.score_embed.observe_traced(time.monotonic() - begin, exemplar())
         except asyncio.CancelledError:
@@ -193,9 +211,11 @@ class ScoreEmbedFlow:
         except InvalidArgument as error:
             raise InvalidArgument(_public(error.field or ""), error.description, reason=error.reason) from error
 
-    def _count(self, usage: common_pb2.Usage) -> None:
+    async def _count(self, usage: common_pb2.Usage, call: _CallFacts) -> None:
         self.metrics.prompt_tokens.inc(usage.prompt_tokens)
         self.metrics.cached_tokens.inc(usage.cached_tokens)
+        if call.account is not None:
+            await call.account.finish(usage.prompt_tokens, usage.completion_tokens)
 
 
 def _public(field: str) -> str:

@@ -8,6 +8,8 @@ from penstock.router.frontend.model_list import list_models
 from penstock.router.frontend.reach import reach
 from penstock.router.frontend.route_table import RouteTable
 from penstock.router.frontend.stream_writer import CHAT, GENERATE
+from penstock.router.keys.api_key import ApiKey
+from penstock.router.keys.key_desk import require_scope
 from penstock.router.metrics import RouterMetrics
 from penstock.serving.transport import ServerCall
 from penstock.v1 import text_pb2, text_pb2_grpc
@@ -19,6 +21,10 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
     def __init__(self, table: RouteTable, metrics: RouterMetrics) -> None:
         self._table = table
         self._metrics = metrics
+
+    def _key(self, context: ServerCall) -> ApiKey | None:
+        keys = self._table.keys
+        return None if keys is None else keys.find(context.invocation_metadata())
 
     async def Generate(self, request: text_pb2.GenerateTextRequest, context: ServerCall) -> None:  # type: ignore[override]
         """Complete text or ids."""
@@ -64,11 +70,14 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: ServerCall) -> text_pb2.ListModelsResponse:  # type: ignore[override]
         """List every model that a backend serves or served, each followed by its adapters, and the aliases."""
-        return text_pb2.ListModelsResponse(models=list_models(self._table))
+        key = self._key(context)
+        if key is not None:
+            require_scope(key, context.invocation_metadata())
+        return text_pb2.ListModelsResponse(models=list_models(self._table, key))
 
     async def GetModel(self, request: text_pb2.GetModelRequest, context: ServerCall) -> text_pb2.GetModelResponse:  # type: ignore[override]
         """Return one model or adapter; when `name` is empty that of requests without one, or the first."""
-        models = list_models(self._table)
+        models = list_models(self._table, self._key(context))
         asked = request.name or self._table.default
         for model in models:
             if asked in ("", model.name):

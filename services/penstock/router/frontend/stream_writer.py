@@ -14,6 +14,7 @@ from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailabl
 from penstock.common.tracing import exemplar
 from penstock.router.frontend import convert
 from penstock.router.frontend.parts import Parts
+from penstock.router.keys.key_account import KeyAccount
 from penstock.router.metrics import UNKNOWN_MODEL
 from penstock.router.requests.attempt_spans import describe_answer
 from penstock.router.requests.delta_buffer import PendingDelta
@@ -61,6 +62,7 @@ class StreamWriter:
         parts: Parts,
         context: ServerCall,
         time_left: Callable[[], float | None],
+        account: KeyAccount | None = None,
     ) -> None:
         self._state = state
         self._prompt = prompt
@@ -71,6 +73,7 @@ class StreamWriter:
         # If the transport can write without a task, a delta for a reader that keeps up wakes no handler.
         self._writes_at_once, self._try_write = context.writes_at_once, context.try_write
         self._time_left = time_left
+        self._account = account
         self._next_seq = 0
         # `_write_now` reuses it for every token: making a message takes longer than all its other work.
         self._reused = kind.response()
@@ -214,6 +217,9 @@ class StreamWriter:
         finished = self._finished(backend, results_of(self._state))
         self._observe(finished)
         describe_answer(self._state, finished)
+        if self._account is not None:
+            # First: a usage that the client has seen is in the ledger, whatever happens to this process.
+            await self._account.finish(finished.usage.prompt_tokens, finished.usage.completion_tokens)
         await self._write(self._response(finished=convert.check_size(finished)))
 
     async def _write_failed(self) -> None:
@@ -223,6 +229,8 @@ class StreamWriter:
         finished = self._finished(generation_pb2.Finished(), results)
         describe_answer(self._state, finished)
         message = self._response(finished=finished)
+        if self._account is not None:
+            await self._account.finish(finished.usage.prompt_tokens, finished.usage.completion_tokens, "BROKEN")
         # The client may be gone; that is not a further failure.
         with suppress(grpc.aio.InternalError):
             await self._write(message)

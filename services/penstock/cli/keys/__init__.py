@@ -1,0 +1,1 @@
+"""Commands `penstock keys`: the file of keys, and the keys of a running router."""

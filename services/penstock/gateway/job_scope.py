@@ -1,0 +1,20 @@
+"""Right of a caller to make files and batches: the scope `jobs`, where the router has keys."""
+
+from __future__ import annotations
+
+from penstock.common.needed_scope import needed_scope
+from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.places import ANYBODY
+
+_SCOPE = "jobs"
+
+
+async def require_jobs_scope(call: HttpCall) -> None:
+    """Ask the router. Raises PermissionDenied SCOPE_MISSING; tokens of other files have every scope."""
+    if call.tenant == ANYBODY:
+        return
+    before = needed_scope.set(_SCOPE)
+    try:
+        await call.client.list_models()
+    finally:
+        needed_scope.reset(before)
