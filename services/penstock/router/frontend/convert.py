@@ -232,14 +232,25 @@ def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResp
 
 
 def most_tokens(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> tuple[int, int]:
-    """Return the tokens of a prompt, and the most that all answers together may have."""
-    prompt_tokens, config = num_prompt_tokens(prompt, request), request.config
-    most = MAX_OUTPUT_TOKENS
+    """Return the tokens of a prompt, and the most that all answers together may have, as backends take them
+    (`generation/options/lengths.py`): the request's own limit, else the model's, else the rest of the context."""
+    prompt_tokens, room = num_prompt_tokens(prompt, request), MAX_OUTPUT_TOKENS
     if info is not None and info.limits.max_context_tokens:
-        most = max(info.limits.max_context_tokens - prompt_tokens, 1)
-    if config.HasField("max_new_tokens"):
-        most = min(config.max_new_tokens, most)
+        room = max(info.limits.max_context_tokens - prompt_tokens, 1)
+    asked = _limit_of(request.config, prompt_tokens)
+    if asked is None and info is not None:
+        asked = _limit_of(info.default_config, prompt_tokens)
+    most = room if asked is None else min(asked, room)
     return prompt_tokens, most * num_sequences(request, info)
+
+
+def _limit_of(config: config_pb2.GenerationConfig, prompt_tokens: int) -> int | None:
+    """Return the limit on new tokens that a configuration sets; None: none that holds for this prompt."""
+    if config.HasField("max_new_tokens"):
+        return config.max_new_tokens
+    if config.HasField("max_length") and config.max_length > prompt_tokens:
+        return config.max_length - prompt_tokens
+    return None
 
 
 def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> int:

@@ -139,9 +139,9 @@ class _StreamedCall:
             self._timings.route = time.monotonic() - self._timings.received_at
             with stage("tokenize", SpanKind.CLIENT):
                 prompt = await self._prompt()
-            state = self._make_state(request_id, tenant, prompt, demand)
             if account is not None:
                 await account.reserve(*convert.most_tokens(prompt, self._request, self._info()), request_id)
+            state = self._make_state(request_id, tenant, prompt, demand)
             # All but the place: from there on the backends' own figures count the request, placed or not.
             await self._stream(state, prompt, place, (coming, room), grace_end, account)
 
