@@ -22,6 +22,7 @@ from factories.servers import stack
 from factories.servers.key_files import bearer, write_keys
 from factories.servers.router import tokenizer_address, tokenizer_fingerprint
 from penstock.common.errors import from_rpc_error
+from penstock.database.transactions import is_postgres
 from penstock.router.keys.ledger_tables import EntryState
 from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
 
@@ -55,6 +56,8 @@ class KeyRun:
     """Two routers that share a ledger, two backends, and clients with keys. Each process may be killed at any time."""
 
     folder: Path
+    # A folder, or the address of a database of PostgreSQL.
+    ledger: str
     keys: dict[str, dict[str, Any]]
     seed: int
     routers: list[stack.Process] = field(default_factory=list)
@@ -72,11 +75,6 @@ class KeyRun:
         self._ports = [stack.free_port() for _ in range(2)]
         self._keys_file = write_keys(self.folder / "keys.toml", **self.keys)
 
-    @property
-    def ledger(self) -> Path:
-        """The ledger's file."""
-        return self.folder / "ledger" / "ledger.sqlite"
-
     def _start_backend(self, place: int) -> subprocess.Popen[bytes]:
         flags = ["--port", str(self._ports[place]), "--fingerprint", tokenizer_fingerprint(), "--tokens", "64"]
         command = [sys.executable, "-m", "factories.servers.emitting_backend", *flags, "--step-seconds", "0.002"]
@@ -86,7 +84,7 @@ class KeyRun:
         targets = [word for port in self._ports for word in ("--backend", f"127.0.0.1:{port}")]
         return stack.start(
             "router", "--tokenizer", tokenizer_address(), *targets, "--keys-file", self._keys_file,
-            "--ledger", str(self.folder / "ledger"), "--ledger-lease-seconds", str(LEASE_SECONDS),
+            "--ledger", self.ledger, "--ledger-lease-seconds", str(LEASE_SECONDS),
             "--death-verdict-seconds", "0.2", "--reconnect-max-seconds", "0.2",
         )  # fmt: skip
 
@@ -183,8 +181,14 @@ class KeyRun:
                 await asyncio.sleep(0.05)
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
-        """Ask the ledger's file."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.ledger}?mode=ro", uri=True, timeout=60.0)) as db:
+        """Ask the ledger's database, past the routers."""
+        if is_postgres(self.ledger):
+            import psycopg
+
+            with psycopg.connect(self.ledger, autocommit=True) as connection:
+                return connection.execute(statement.encode()).fetchall()
+        file = f"file:{self.ledger}/ledger.sqlite?mode=ro"
+        with contextlib.closing(sqlite3.connect(file, uri=True, timeout=60.0)) as db:
             return db.execute(statement).fetchall()
 
     def check(self) -> dict[str, Any]:
@@ -240,9 +244,9 @@ class KeyRun:
 
 
 @asynccontextmanager
-async def key_run(folder: Path, keys: dict[str, dict[str, Any]], seed: int) -> AsyncIterator[KeyRun]:
-    """Start a run; nothing is left of it."""
-    run = KeyRun(folder, keys, seed)
+async def key_run(folder: Path, ledger: str, keys: dict[str, dict[str, Any]], seed: int) -> AsyncIterator[KeyRun]:
+    """Start a run; nothing is left of it. `ledger`: a folder, or the address of a database."""
+    run = KeyRun(folder, ledger, keys, seed)
     try:
         await run.start()
         yield run

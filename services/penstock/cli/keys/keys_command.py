@@ -173,14 +173,23 @@ def run_list(given: Overrides) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("key", "tenant", "scopes", "models", "requests/min", "tokens/min", "at once", "tokens/day", "state")
+    table = Table("key", "scopes", "models", "quotas", "state")
     for key in found:
-        models = "all" if key.all_models else " ".join(key.models) or "none"
-        bounds = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests, key.tokens_per_day)
-        # No bound is 0.
-        shown = [f"{bound:,}" if bound else "–" for bound in bounds]
-        table.add_row(escape(key.label), escape(key.tenant), " ".join(key.scopes), escape(models), *shown, _state(key))
+        name = key.label if key.tenant == key.label else f"{key.label} of {key.tenant}"
+        models = "all" if key.all_models else "\n".join(key.models) or "none"
+        table.add_row(escape(name), "\n".join(key.scopes), escape(models), _quotas(key), _state(key))
     console().print(table)
+
+
+def _quotas(key: router_pb2.KeyFacts) -> str:
+    quotas = {
+        "requests a minute": key.requests_per_minute,
+        "tokens a minute": key.tokens_per_minute,
+        "requests at once": key.concurrent_requests,
+        "tokens a day": key.tokens_per_day,
+    }
+    # None is 0.
+    return "\n".join(f"{quota:,} {name}" for name, quota in quotas.items() if quota) or "none"
 
 
 def _state(key: router_pb2.KeyFacts) -> str:
@@ -203,15 +212,21 @@ def run_usage(given: Overrides) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("key", "day", "answers", "prompt", "completion", "reserved", "lost", "of the day's quota")
+    table = Table("key", "answers", "tokens", "lost", "of the quota")
     for key in found:
         for day in key.usage:
-            used = day.prompt_tokens + day.completion_tokens + day.lost_tokens
-            share = f"{used / key.tokens_per_day:.1%}" if key.HasField("tokens_per_day") else "–"
-            lost = f"{day.lost_answers:,} ({day.lost_tokens:,})" if day.lost_answers else "0"
-            figures = (day.answers, day.prompt_tokens, day.completion_tokens, day.reserved_tokens)
             when = date(1970, 1, 1) + timedelta(days=day.day)
-            table.add_row(escape(key.label), when.isoformat(), *(f"{one:,}" for one in figures), lost, share)
+            used = day.prompt_tokens + day.completion_tokens + day.lost_tokens
+            tokens = [f"{day.prompt_tokens:,} prompt", f"{day.completion_tokens:,} completion"]
+            if day.reserved_tokens:
+                tokens.append(f"{day.reserved_tokens:,} reserved")
+            table.add_row(
+                f"{escape(key.label)}\n{when}",
+                f"{day.answers:,}",
+                "\n".join(tokens),
+                f"{day.lost_answers:,}\n{day.lost_tokens:,} tokens" if day.lost_answers else "0",
+                f"{used / key.tokens_per_day:.1%}" if key.tokens_per_day else "–",
+            )
     console().print(table)
 
 
