@@ -12,6 +12,8 @@ from typing import Any
 from warnings import warn
 
 from penstock_client._async import AsyncClient, AsyncStream
+from penstock_client._async_jobs import AsyncJobsClient
+from penstock_client._batches import BatchAnswer
 from penstock_client._exceptions import (
     Aborted,
     Cancelled,
@@ -30,6 +32,7 @@ from penstock_client._exceptions import (
 from penstock_client._load_model import LoadProgress, UnloadedModel
 from penstock_client._options import GenerationOptions, PromptOptions, check_options
 from penstock_client._sync import Client, Stream
+from penstock_client._sync_jobs import JobsClient
 from penstock_client._tensors import StepTensors, Tensor
 from penstock_client._types import (
     Choice,
@@ -49,7 +52,9 @@ from penstock_client.config import ClientConfig, KeepAliveConfig, RetryConfig, T
 __all__ = [
     "Aborted",
     "AsyncClient",
+    "AsyncJobsClient",
     "AsyncStream",
+    "BatchAnswer",
     "Cancelled",
     "Choice",
     "Client",
@@ -62,6 +67,7 @@ __all__ = [
     "GenerationOptions",
     "Internal",
     "InvalidArgument",
+    "JobsClient",
     "KeepAliveConfig",
     "LoadProgress",
     "LogprobEntry",

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import grpc
 from penstock.common.proxies import through_proxy
-from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, router_pb2_grpc, text_pb2_grpc
+from penstock.v1 import admin_pb2_grpc, jobs_pb2_grpc, model_pb2_grpc, router_pb2_grpc, text_pb2_grpc
 
 from penstock_client._exceptions import PenstockError
 from penstock_client.config import ClientConfig
@@ -177,6 +177,7 @@ class AsyncChannel:
         self.admin_stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(self._channel)
         self.models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
         self.router: Any = router_pb2_grpc.RouterAdminServiceStub(self._channel)
+        self.jobs: Any = jobs_pb2_grpc.JobsServiceStub(self._channel)
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until connected. Raises TimeoutError after `timeout` seconds."""
@@ -270,6 +271,7 @@ class Channel:
         self.admin_stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(self._channel)
         self.models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
         self.router: Any = router_pb2_grpc.RouterAdminServiceStub(self._channel)
+        self.jobs: Any = jobs_pb2_grpc.JobsServiceStub(self._channel)
 
     def wait_ready(self, timeout: float) -> None:
         """Block until connected. Raises TimeoutError after `timeout` seconds."""

@@ -47,6 +47,7 @@ from penstock.gateway.http_errors import (
 )
 from penstock.gateway.http_server import HttpServer
 from penstock.gateway.jobs import Jobs
+from penstock.gateway.jobs_port import JobsPort, port_config
 from penstock.gateway.known_paths import meant, methods_of
 from penstock.gateway.line_answers import JobClients, LineAnswers
 from penstock.gateway.messages import count_tokens, messages
@@ -71,7 +72,7 @@ from penstock.gateway.text_routes import (
 from penstock.http2.channel import Http2Channel
 from penstock.serving.channels import watch_health
 from penstock.serving.health_socket import HealthSocket
-from penstock.serving.server import OwnServer, open_tracing
+from penstock.serving.server import OwnServer, RunningServer, open_tracing
 
 ROUTER_SERVICE = "penstock.v1.TextService"
 # Seconds between attempts to watch the router's health.
@@ -169,9 +170,13 @@ class GatewayApp(OwnServer):
         self._tracing = open_tracing(config, self.name)
         self._responses = _open_store(config)
         self._jobs: Jobs | None = None
+        self._grpc: RunningServer | None = None
         if config.has_jobs:
             lines = LineAnswers(config, JobClients(self._client, config.job_token_file).next, _POST, self._responses)
             self._jobs = Jobs(config, self._metrics, lines.answer, config.max_body_bytes)
+            if config.jobs_port >= 0:
+                port = JobsPort(config, self._jobs, self._callers, self._places)
+                self._grpc = RunningServer(port, port_config(config), registry)
         self._probe_turns = Turns(config.anonymous_cpu_share, _PROBE_SECONDS, _SAVED_SECONDS)
         # The most that may come: they are admitted in a moment.
         self._known_turns = Turns(1.0, 0.0, 0.0)
@@ -203,6 +208,11 @@ class GatewayApp(OwnServer):
         return BoundAddresses(self._address, self._address)
 
     @property
+    def jobs_address(self) -> str:
+        """Address of JobsService after `listen`, host:port; empty without --jobs-port."""
+        return self._grpc.address if self._grpc is not None else ""
+
+    @property
     def is_draining(self) -> bool:
         """True once a drain has begun."""
         return self._places.is_draining
@@ -221,6 +231,11 @@ class GatewayApp(OwnServer):
             await self._health_socket.open()
         self._address = await self._server.listen()
         _log.info("listening", http=self._address)
+        if self._grpc is not None:
+            try:
+                await self._grpc.listen()
+            except StartupError as error:
+                raise StartupError(str(error).replace("--port", "--jobs-port"), flag="--jobs-port") from error
         return self.addresses
 
     async def start(self) -> None:
@@ -247,6 +262,8 @@ class GatewayApp(OwnServer):
             ) from None
         if self._jobs is not None:
             self._jobs.start()
+        if self._grpc is not None:
+            await self._grpc.start()
         _log.info("ready", service=self.name)
 
     async def stop(self, *, drain: bool = True) -> None:
@@ -258,6 +275,8 @@ class GatewayApp(OwnServer):
             except TimeoutError:
                 _log.warning("drain grace is over, live requests end now", requests=self._places.running)
         self._places.is_draining = True
+        if self._grpc is not None:
+            await self._grpc.stop(drain=False)
         await self._server.close(_CLOSE_SECONDS)
         if self._health is not None:
             self._health.cancel()
@@ -278,7 +297,8 @@ class GatewayApp(OwnServer):
         """Lines for the start-up print."""
         scheme = "https" if self._config.is_tls else "http"
         address = f"{scheme}://{self._address}"
-        return [f"chat page at {address}/, OpenAI's API at {address}/v1, router {self._config.router}"]
+        lines = [f"chat page at {address}/, OpenAI's API at {address}/v1, router {self._config.router}"]
+        return lines if self._grpc is None else [*lines, f"JobsService at {self._grpc.address}"]
 
     def _goes_first(self, scope: Mapping[str, Any]) -> Turns | None:
         """Return the separate turns of a request that need not wait behind a flood without tokens, else None."""

@@ -5,23 +5,14 @@ The form is that of https://platform.openai.com/docs/api-reference/batch, as in 
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock.common.units import parse_duration
 from penstock.gateway.answers import dumps
+from penstock.gateway.batch_order import USUAL_WINDOW, checked_order
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.file_routes import asking_jobs, jobs_of, limit_of, page_of, query_of
 from penstock.gateway.job_scope import require_jobs_scope
-from penstock.gateway.places import ANYBODY
 from penstock.gateway.request_fields import Fields, typed
-from penstock.jobs.job_records import ENDPOINTS, batch_object
+from penstock.jobs.job_records import batch_object
 
-_DAYS = re.compile("([0-9]{1,4})d")
-_DAY_SECONDS = 86400.0
-# OpenAI's bounds.
-_MOST_PAIRS, _MOST_NAME_CHARS, _MOST_VALUE_CHARS = 16, 64, 512
 _LISTED, _MOST_LISTED = 20, 100
 
 
@@ -30,51 +21,22 @@ async def create_batch(call: HttpCall) -> Answer:
     jobs, fields = jobs_of(call), Fields(call)
     input_file, endpoint = fields.raw("input_file_id"), fields.raw("endpoint")
     input_file = typed(input_file, str, "input_file_id")
-    if endpoint not in ENDPOINTS:
-        raise InvalidArgument("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
-    window = fields.get("completion_window", str, "24h")
-    seconds = _seconds(window, call.config.max_batch_seconds)
-    metadata = _metadata(fields.get("metadata", dict, {}))
+    window = fields.get("completion_window", str, USUAL_WINDOW)
+    metadata = fields.get("metadata", dict, {})
     fields.done()
-    if call.tenant != ANYBODY and not (call.config.job_token_file or call.config.channel_token_file):
-        raise FailedPrecondition(
-            "the router asks for tokens, and this gateway has none for the lines of batches (--job-token-file)",
-            reason="NO_JOB_TOKEN",
-        )
-    await require_jobs_scope(call)
+    order = checked_order(call.config, call.tenant, endpoint=endpoint, window=window, metadata=metadata)
+    await require_jobs_scope(call.tenant, call.client)
     with asking_jobs():
         record = await jobs.batches.create(
-            call.owner, input_file=input_file, endpoint=endpoint, window=window, seconds=seconds, metadata=metadata
+            call.owner,
+            input_file=input_file,
+            endpoint=order.endpoint,
+            window=order.window,
+            seconds=order.seconds,
+            metadata=order.metadata,
         )
     jobs.runner.wake()
     return dumps(batch_object(record))
-
-
-def _seconds(window: str, most: float) -> float:
-    """Return a completion_window in seconds. Raises InvalidArgument."""
-    try:
-        days = _DAYS.fullmatch(window)
-        seconds = int(days[1]) * _DAY_SECONDS if days else parse_duration(window)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= most:
-        raise InvalidArgument(
-            "completion_window", f"must be a duration such as 24h, at most {most:g} s (--max-batch-seconds)"
-        )
-    return seconds
-
-
-def _metadata(given: dict[str, Any]) -> dict[str, str]:
-    if len(given) > _MOST_PAIRS:
-        raise InvalidArgument("metadata", f"must have at most {_MOST_PAIRS} entries", reason="TOO_MANY")
-    for name, value in given.items():
-        text = typed(value, str, f"metadata.{name[:_MOST_NAME_CHARS]}")
-        if len(name) > _MOST_NAME_CHARS or len(text) > _MOST_VALUE_CHARS or "\0" in name + text:
-            raise InvalidArgument(
-                f"metadata.{name[:_MOST_NAME_CHARS]}",
-                f"must have at most {_MOST_VALUE_CHARS} characters, and its name {_MOST_NAME_CHARS}",
-            )
-    return given
 
 
 async def get_batch(call: HttpCall) -> Answer:

@@ -19,6 +19,13 @@ class GatewayConfig(ProcessConfig, ChannelConfig, JobOptions):
     """Configuration of the gateway process: OpenAI's HTTP in front of a router."""
 
     port: int = option(HTTP_PORT, "HTTP port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
+    jobs_port: int = option(
+        -1,
+        "gRPC port of JobsService, the batches of --job-store over gRPC; 0 takes a free one, -1 has none.",
+        group=NETWORK,
+        minimum=-1,
+        maximum=65535,
+    )
     router: str = option(f"127.0.0.1:{ROUTER_PORT}", "Router to call, host:port.", group=NETWORK, metavar="ADDRESS")
     start_timeout_seconds: float = option(
         60.0, "Time for the router to be ready at the start.", group=NETWORK, minimum=0.1
@@ -190,6 +197,8 @@ class GatewayConfig(ProcessConfig, ChannelConfig, JobOptions):
         host, _, port = self.router.rpartition(":")
         if not host or not port.isdigit():
             raise StartupError(f"--router {self.router!r}: expected host:port", flag="--router")
+        if self.jobs_port >= 0 and not self.has_jobs:
+            raise StartupError("--jobs-port serves batches, and --job-store is off", flag="--jobs-port")
         if self.job_token_file is not None and not (self.is_channel_tls or is_loopback(host)):
             raise StartupError(
                 "--job-token-file needs --channel-tls for a router that is not loopback", flag="--job-token-file"

@@ -54,7 +54,7 @@ def asking_jobs() -> Iterator[None]:
 async def create_file(call: HttpCall) -> Answer:
     """Keep an uploaded file. Raises PenstockError; then nothing of it is kept."""
     jobs = jobs_of(call)
-    await require_jobs_scope(call)
+    await require_jobs_scope(call.tenant, call.client)
     with asking_jobs(), jobs.uploading(call.owner):
         form = FileUpload(call.content_type)
         record = await jobs.files.begin(call.owner)

@@ -150,8 +150,7 @@ class Http2Server:
             call.refuse(refused)
             return
         if not call.is_probe:
-            self._num_live += 1
-            call.when_over(self._forget_call)
+            self._count_live(call)
         call.task = asyncio.get_running_loop().create_task(self._serve(call))
         self._tasks.add(call.task)
         call.task.add_done_callback(self._tasks.discard)
@@ -159,10 +158,19 @@ class Http2Server:
             # Not in the task itself: a task that is cancelled before its first step never runs.
             call.task.add_done_callback(lambda _: self._probes.pop(call, None))
 
+    def _count_live(self, call: Call) -> None:
+        self._num_live += 1
+        call.when_over(self._forget_call)
+
+    def _take_in(self, call: Call) -> None:
+        """Make a probe one of the live calls: its handler vouches for it. It was counted once, so it is not refused."""
+        self._probes.pop(call, None)
+        self._count_live(call)
+
     def _take_place(self, call: Call) -> None:
         """Count a call. Raises Refused when there are too many."""
         if call.is_of_a_stranger:
-            call.become_probe(PROBE_MESSAGE_BYTES, _PROBE_SECONDS)
+            call.become_probe(PROBE_MESSAGE_BYTES, _PROBE_SECONDS, self._take_in)
             self._probes[call] = None
             if len(self._probes) > self._server_limits.max_probes:
                 # The oldest goes: a health check is always answered, however many clients watch.

@@ -89,12 +89,14 @@ class Call:
         "_length",
         "_max_message_bytes",
         "_metadata",
+        "_on_vouched",
         "_over_callbacks",
         "_reserved",
         "_size",
         "_stream_window_bytes",
         "_timer",
         "_trailing",
+        "_trusted_bytes",
         "_waiter",
         "_waits_for_bytes",
         "awaits_request",
@@ -260,14 +262,27 @@ class Call:
         """True until a call of its connection was admitted by its credentials."""
         return self._connection.is_stranger
 
-    def become_probe(self, most_bytes: int, seconds: float) -> None:
+    def become_probe(self, most_bytes: int, seconds: float, on_vouched: Callable[[Call], None]) -> None:
         """Note that it needs no credentials: its request has at most `most_bytes`, its work takes about `seconds`.
 
-        Raises Refused when its connection has too many such calls.
+        `on_vouched` is called with it when its handler vouches for it. Raises Refused when its connection has too many
+        such calls.
         """
         self._connection.add_probe(seconds)
         self.is_probe = True
-        self._max_message_bytes = min(most_bytes, self._max_message_bytes)
+        # What it may be once its handler vouches for it.
+        self._trusted_bytes, self._on_vouched = self._max_message_bytes, on_vouched
+        # A stream's first message fits the window that every stream begins with.
+        most = most_bytes if self.awaits_request else frames.DEFAULT_WINDOW
+        self._max_message_bytes = min(most, self._max_message_bytes)
+
+    def vouch(self) -> None:
+        """Note that its handler has found its credentials good: it is a probe no more, and its connection trusted."""
+        self._connection.trust()
+        if self.is_probe:
+            self.is_probe = False
+            self._max_message_bytes = self._trusted_bytes
+            self._on_vouched(self)
 
     def refuse(self, refused: Refused) -> None:
         """End it with a refusal."""

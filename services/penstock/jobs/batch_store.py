@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from penstock.database.transactions import Database, Rows
-from penstock.jobs.file_store import FileStore, add_answers_file
+from penstock.jobs.file_store import ANSWERS_AT_ONCE, FileStore, add_answers_file
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import (
     LIVE,
@@ -19,6 +19,7 @@ from penstock.jobs.job_records import (
     BatchState,
     FileRecord,
     JobCounts,
+    KeptAnswer,
     LineProblem,
     LineState,
     NewLine,
@@ -144,6 +145,20 @@ class BatchStore:
             return _find(rows, batch_id)
 
         return await self._database.run(work)
+
+    async def answers(self, batch_id: str, after: int) -> list[KeptAnswer]:
+        """Return the next answers behind the line `after`, in the order of lines; none at the end."""
+        found = await self._database.run(
+            lambda rows: rows.all(
+                "SELECT number, custom_id, state, answer FROM lines WHERE batch = ? AND number > ? AND "
+                f"answer IS NOT NULL ORDER BY number LIMIT {ANSWERS_AT_ONCE}",
+                *(batch_id, after),
+            )
+        )
+        return [
+            KeptAnswer(number, custom_id, state == LineState.FAILED, bytes(answer))
+            for number, custom_id, state, answer in found
+        ]
 
     # For the runner.
 

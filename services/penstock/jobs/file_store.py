@@ -13,7 +13,7 @@ from penstock.jobs.job_records import LIVE, FileRecord, LineState, is_id, new_fi
 
 # Bytes of one chunk, and of the answers that one query reads.
 CHUNK_BYTES = 256 << 10
-_ANSWERS_AT_ONCE = 32
+ANSWERS_AT_ONCE = 32
 _FIELDS = "id, owner, name, purpose, bytes, created, expires, batch, state"
 # Seconds that a caller waits for room before it tries again.
 _RETRY_SECONDS = 60.0
@@ -171,7 +171,7 @@ class FileStore:
         return await self._database.run(
             lambda rows: rows.all(
                 "SELECT number, answer FROM lines WHERE batch = ? AND state = ? AND number > ? AND answer IS NOT NULL "
-                f"ORDER BY number LIMIT {_ANSWERS_AT_ONCE}",
+                f"ORDER BY number LIMIT {ANSWERS_AT_ONCE}",
                 *(record.batch_id, record.state, after),
             )
         )

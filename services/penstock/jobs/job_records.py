@@ -114,6 +114,16 @@ class NewLine:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """Final answer to a line, in OpenAI's form as bytes of JSON."""
+
+    number: int
+    custom_id: str
+    has_failed: bool
+    answer: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class JobCounts:
     """Numbers of what a store has."""
 

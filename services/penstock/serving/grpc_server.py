@@ -82,6 +82,7 @@ class GrpcServerCall:
         "_task",
         "has_ended",
         "invocation_metadata",
+        "probes",
         "read",
         "set_code",
         "set_details",
@@ -105,6 +106,8 @@ class GrpcServerCall:
         self.set_code: Callable[[grpc.StatusCode], None] = context.set_code
         self.set_details: Callable[[str], None] = context.set_details
         self.write: Callable[[Any], Awaitable[None]] = context.write
+        # Those that it is one of, if it has shown no credentials.
+        self.probes: GrpcProbes | None = None
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the handler has ended, which a reset cancels."""
@@ -125,6 +128,11 @@ class GrpcServerCall:
     def details(self) -> str:
         """Return the status's explanation."""
         return str(self._context.details() or "")
+
+    def vouch(self) -> None:
+        """Note that its handler has found its credentials good: it is a probe no more."""
+        if self.probes is not None:
+            self.probes.discard(self)
 
     def try_write(self, message: Any) -> bool:
         """Return False: grpc.aio writes only in a task."""
@@ -240,6 +248,7 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 return await behavior(_Requests(call) if is_stream else await self._request(call, parse), call)
             if not self._probes.add(call, context.peer()):
                 await call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without credentials")
+            call.probes = self._probes
             try:
                 request = _Requests(call) if is_stream else await self._request(call, parse, PROBE_MESSAGE_BYTES)
                 return await behavior(request, call)

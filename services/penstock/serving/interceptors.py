@@ -89,6 +89,8 @@ class _Method:
     handled: Callable[[str], Any]
     # Tokens that it accepts; None: any call.
     tokens: BearerTokens | None
+    # True for authorization that its handler found good a moment ago; None: its handler does not check any.
+    is_known: Callable[[str | bytes | None], bool] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +112,17 @@ class CallInterceptor:
         max_concurrent_rpcs: int,
         max_message_fields: int,
         service_tokens: Mapping[str, BearerTokens] | None = None,
+        is_known: Callable[[str | bytes | None], bool] | None = None,
     ) -> None:
         """Make it; ServerConfig explains the limits. `service_tokens` replace `tokens` for a service, or for a method
         ("/package.Service/Name"), which takes precedence, or, under "", for all others. `tracer` None: no call is
-        traced."""
+        traced. `is_known`: see serving.server.ChecksCallers; None where tokens alone decide."""
         self._max_message_fields = max_message_fields
         self._metrics = metrics
         self._tracer = tracer
         self._tokens = tokens
         self._service_tokens = service_tokens or {}
+        self._is_known = is_known
         self._max_concurrent_rpcs = max_concurrent_rpcs
         self._in_flight = 0
         # Methods used so far, by name.
@@ -161,6 +165,8 @@ class CallInterceptor:
         method = self._methods[name]
         if method.service in EXEMPT_SERVICES:
             return False
+        if method.is_known is not None:
+            return method.is_known(_last(metadata, "authorization"))
         if method.tokens is None:
             return True
         try:
@@ -199,6 +205,7 @@ class CallInterceptor:
             self._metrics.handling.labels(*labels),
             handled,
             tokens,
+            self._is_known,
         )
 
     async def _around(self, method: _Method, run: Callable[[], Awaitable[Any]], context: Context) -> Any:

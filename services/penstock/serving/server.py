@@ -91,6 +91,17 @@ class HasTokens(Protocol):
         METRICS_TOKENS for the metrics port; called once, before the server is made. Raises StartupError."""
 
 
+@runtime_checkable
+class ChecksCallers(Protocol):
+    """A service that finds out in its handlers who calls: another process knows the tokens.
+
+    A handler calls `vouch` of a call that it lets in.
+    """
+
+    def is_known(self, authorization: str | bytes | None) -> bool:
+        """True for a caller that was let in a moment ago; others' calls are bounded as strangers' until `vouch`."""
+
+
 class OwnServer(ABC):
     """A service that is its own server, without gRPC: its counterpart to RunningServer."""
 
@@ -152,6 +163,7 @@ class RunningServer:
             service_tokens=own_tokens,
             max_concurrent_rpcs=config.max_concurrent_rpcs,
             max_message_fields=config.max_message_fields,
+            is_known=service.is_known if isinstance(service, ChecksCallers) else None,
         )
         self._server = make_transport(config).make_server(
             config,

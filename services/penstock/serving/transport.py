@@ -71,6 +71,13 @@ class ServerCall(Protocol):
         """End the call with a status. Always raises grpc.aio.AbortError."""
 
 
+class CheckedCall(ServerCall, Protocol):
+    """A call of a service that checks its callers itself (serving.server.ChecksCallers)."""
+
+    def vouch(self) -> None:
+        """Note that the handler has found its credentials good: it is bounded as others are from now on."""
+
+
 class StreamCall(Protocol[ResponseT_co]):
     """A bidirectional call for its client: one task calls `write`, another `run`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from factories.engine.mixed import mixed_request, structured, textual
 from factories.engine.modes import to_message
 from factories.wire.random_messages import CANARY
-from penstock.v1 import common_pb2, config_pb2, generation_pb2, graphs_pb2, model_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, graphs_pb2, jobs_pb2, model_pb2, text_pb2, tokenizer_pb2
 from penstock_client._tensors import set_rows
 
 # In texts: it may appear in no log, metric or error.
@@ -17,6 +18,8 @@ _TEXT = f"one {CANARY} two three"
 _ROLES = ("system", "user", "assistant", "user")
 # Numbers of a row of embeddings, and the vocabulary: the tiny checkpoints'.
 _HIDDEN_SIZE, _VOCAB_SIZE = 48, 4096
+# Of a batch.
+_ENDPOINT = "/v1/completions"
 _EXTRA = {"structured": structured("none"), "textual": textual}
 
 
@@ -168,6 +171,19 @@ def _write_weights(draw: random.Random) -> list[Any]:
     ]
 
 
+def _submit_batch(draw: random.Random) -> list[Any]:
+    """One stream: a batch, and lines that are cut anywhere."""
+    body = {"prompt": _TEXT, "max_tokens": 2}
+    line = {"custom_id": CANARY, "method": "POST", "url": _ENDPOINT, "body": body}
+    data = "".join(json.dumps({**line, "custom_id": f"{one}"}) + "\n" for one in range(draw.randint(1, 3))).encode()
+    cut = draw.randrange(len(data))
+    new = jobs_pb2.NewBatch(endpoint=_ENDPOINT, completion_window="1h", metadata={CANARY: CANARY})
+    return [
+        jobs_pb2.SubmitBatchRequest(batch=new),
+        *(jobs_pb2.SubmitBatchRequest(lines=part) for part in (data[:cut], data[cut:])),
+    ]
+
+
 _MAKERS: Mapping[str, Callable[[random.Random], list[Any]]] = {
     "penstock.v1.TextService.Generate": _generate_text,
     "penstock.v1.TextService.Chat": _chat,
@@ -184,6 +200,8 @@ _MAKERS: Mapping[str, Callable[[random.Random], list[Any]]] = {
         tokenizer_pb2.ApplyChatTemplateRequest(messages=_messages(draw), add_generation_prompt=True)
     ],
     "penstock.v1.TokenizerService.DecodeStream": _decode_stream,
+    "penstock.v1.JobsService.SubmitBatch": _submit_batch,
+    "penstock.v1.JobsService.ListBatches": lambda draw: [jobs_pb2.ListBatchesRequest(limit=draw.randint(1, 100))],
     "penstock.v1.GenerationService.Generate": lambda draw: [_generate(draw)],
     "penstock.v1.GenerationService.Session": _session,
     "penstock.v1.GenerationService.Score": _score,

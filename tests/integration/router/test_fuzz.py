@@ -17,11 +17,13 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from factories.servers.gateway import running_gateway
 from factories.servers.generation import generation_service, request, text_checkpoint
 from factories.servers.router import QUICK
 from factories.wire.random_messages import CANARY
 from factories.wire.request_fuzz import RequestFuzzer
 from penstock.common.checkpoint import demo_folder
+from penstock.gateway.jobs_port import JobsPort
 from penstock.router.app import RouterApp
 from penstock.router.config import RouterConfig
 from penstock.serving.server import serve_in_process
@@ -51,7 +53,9 @@ async def everything(model: Path) -> AsyncIterator[tuple[Any, dict[str, tuple[st
         async with serve_in_process(RouterApp(config, registries[1]), config, registries[1]) as router:
             servers = (router, tokenizer, generation.running)
             services = {server.address: server.service.grpc_services for server in servers}
-            yield generation, services, [*registries, generation.running.registry]
+            async with running_gateway(router.address, jobs_port=0) as gateway:
+                services[gateway.app.jobs_address] = JobsPort.grpc_services
+                yield generation, services, [*registries, generation.running.registry, gateway.registry]
 
 
 async def text_of(address: str) -> tuple[int, ...]:

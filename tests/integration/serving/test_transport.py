@@ -16,7 +16,7 @@ from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.common.request_context import REQUEST_ID_KEY
 from penstock.serving.channels import until_serving, watch_health
-from penstock.serving.transport import ServerCall, make_transport
+from penstock.serving.transport import CheckedCall, ServerCall, make_transport
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 
@@ -431,3 +431,32 @@ async def test_the_wrapper_is_asked_once_a_method(setting: Setting) -> None:
             await stub.GetTokenizer(ask())
         assert wrapped == ["/penstock.v1.TokenizerService/GetTokenizer"]
     await server.stop(None)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "asyncio"])
+async def test_a_call_that_its_handler_vouches_for_is_bounded_as_others_are(transport: str) -> None:
+    """Until then a stranger's stream has 64 KiB at most (asyncio)."""
+    setting = Setting(transport)
+    setting.server = setting.transport.make_server(
+        setting.config, max_calls=1, wrap=setting.calls.wrap, shares_port=False, admit=lambda *_: False
+    )
+    sizes = []
+
+    async def handle(requests: AsyncIterator[pb.DecodeStreamRequest], call: CheckedCall) -> None:
+        call.vouch()
+        async for request in requests:
+            sizes.append(request.ByteSize())
+            await call.write(answer(len(sizes)))
+
+    setting.servicer.handle = handle
+    async with setting.running():
+        large = pb.DecodeStreamRequest(items=[pb.DecodeStreamItem(stream_id=1, token_ids=[1000] * 50_000)])
+        stream = await setting.channel.open_stream(DECODE_STREAM, PARSE)
+        for number, message in enumerate((items(1), large), 1):
+            await stream.write(message)
+            told = await stream.receive()
+            assert told is not None
+            assert told.detokenize_seconds == number
+        await stream.done_writing()
+        assert await stream.receive() is None
+        assert sizes[1] == large.ByteSize() > 65536

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import penstock_client
 import pytest
 
-from tools.make_sync_client import SOURCE, TARGET, main, synchronous
+from tools.make_sync_client import PAIRS, main, require_use, synchronous
+
+SOURCE, TARGET = PAIRS[0]
 
 
 def test_the_checked_in_file_is_made_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,14 +27,18 @@ def test_a_change_on_one_side_only_is_seen() -> None:
 
 def test_a_replacement_that_finds_nothing_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="left over"):
-        synchronous("async def f() -> None: ...\n")
+        require_use(["async def f() -> None: ...\n"])
 
 
-def test_nothing_asynchronous_is_left() -> None:
-    assert not re.findall(r"async(?!\.py)|await|Async|__a(?:enter|exit|iter|next)__", TARGET.read_text())
+@pytest.mark.parametrize("made", [target for _, target in PAIRS], ids=lambda path: path.name)
+def test_nothing_asynchronous_is_left(made: Path) -> None:
+    assert not re.findall(r"async(?!\.py)|await|Async|__a(?:enter|exit|iter|next)__", made.read_text())
 
 
-@pytest.mark.parametrize(("one", "other"), [("Client", "AsyncClient"), ("Stream", "AsyncStream")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("Client", "AsyncClient"), ("Stream", "AsyncStream"), ("JobsClient", "AsyncJobsClient")],
+)
 def test_both_halves_have_the_same_methods_with_the_same_parameters(one: str, other: str) -> None:
     def methods(name: str) -> dict[str, list[str]]:
         kind = getattr(penstock_client, name)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from penstock.compat.vllm.engine_servicer import VllmEngineServicer
 from penstock.engines import vllm_engine_pb2
+from penstock.gateway.jobs_servicer import JobsServicer
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
@@ -14,7 +15,7 @@ from penstock.router.frontend.forwarding import ForwardingAdminServicer, Forward
 from penstock.router.frontend.router_admin import RouterAdminServicer
 from penstock.router.frontend.servicer import TextServicer
 from penstock.tokenizer.servicer import TokenizerServicer
-from penstock.v1 import admin_pb2, generation_pb2, model_pb2, router_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, generation_pb2, jobs_pb2, model_pb2, router_pb2, text_pb2, tokenizer_pb2
 
 SERVICERS: dict[type, tuple[Any, str]] = {
     AdminServicer: (admin_pb2, "GenerationAdminService"),
@@ -22,6 +23,7 @@ SERVICERS: dict[type, tuple[Any, str]] = {
     ModelServicer: (model_pb2, "ModelService"),
     ForwardingAdminServicer: (admin_pb2, "GenerationAdminService"),
     ForwardingModelServicer: (model_pb2, "ModelService"),
+    JobsServicer: (jobs_pb2, "JobsService"),
     RouterAdminServicer: (router_pb2, "RouterAdminService"),
     TextServicer: (text_pb2, "TextService"),
     TokenizerServicer: (tokenizer_pb2, "TokenizerService"),

@@ -48,6 +48,8 @@ STUB_IMPORTERS = {
         "backends/policy",
         "backends/prefix_index",
     },
+    # JobsService; HTTP's routes call the router by the client's own.
+    "gateway": {"jobs_messages", "jobs_port", "jobs_servicer"},
     # Options and answers in the client's and the service's own forms.
     "generator": {"requests", "answer_reader"},
     "compat": {
