@@ -33,7 +33,7 @@ _LATER = frozenset(
 _FINAL = frozenset(("ABORTED",))
 # Reasons of RESOURCE_EXHAUSTED that a wait cures.
 _FULL = frozenset(("QUEUE_FULL", "OVERLOADED", "TOO_MANY_RPCS", "TOO_MANY_SEQUENCES", "MODEL_SLOTS_FULL"))
-_FULL |= {"ADAPTER_MEMORY_FULL", "ADAPTER_SLOTS_FULL", "ADAPTER_LOADS_FULL", "QUOTA_EXCEEDED"}
+_FULL |= {"ADAPTER_MEMORY_FULL", "ADAPTER_SLOTS_FULL", "ADAPTER_LOADS_FULL", "ADAPTER_DISK_FULL", "QUOTA_EXCEEDED"}
 # Endpoints with a cache of prefixes; characters of a caller's digest that keep it apart.
 _SALTED = frozenset(ENDPOINTS) - {"/v1/embeddings"}
 _SALT_CHARS = 32

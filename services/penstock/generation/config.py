@@ -15,6 +15,7 @@ from penstock.common.options import option, values_of
 from penstock.common.ports import GENERATION_METRICS_PORT, GENERATION_PORT
 from penstock.common.units import format_size, parse_size, parse_size_or_auto
 from penstock.generation.adapters.adapter_limits import ADAPTERS, AdapterLimits, AdapterOptions
+from penstock.generation.adapters.adapter_source import AllowedStores
 from penstock.generation.core.graph_options import GRAPHS, GraphOptions
 from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import DEVICE_NAME, DEVICE_WORDS, KERNELS
@@ -216,6 +217,22 @@ class ModelOptions:
         "Folder that LoadAdapter may load adapters from; without it none are loaded while the service runs.",
         group=ADAPTERS,
         metavar="FOLDER",
+    )
+    adapter_store: tuple[str, ...] = option(
+        (),
+        "Store that LoadAdapter may take adapters from, into --adapter-root: hub (Hugging Face's), hub://OWNER, "
+        "s3://BUCKET or s3://BUCKET/PREFIX. Credentials are those of the environment (HF_TOKEN, AWS_ACCESS_KEY_ID).",
+        group=ADAPTERS,
+        metavar="STORE",
+    )
+    adapter_disk: str = option(
+        "10GiB",
+        "Bytes of the adapters of stores below --adapter-root; the least recently used one that no request uses makes "
+        "room for another, and its name is forgotten.",
+        group=ADAPTERS,
+    )
+    adapter_fetch_seconds: float = option(
+        600.0, "Time for an adapter to come from a store.", group=ADAPTERS, minimum=1.0
     )
     adapter_memory: str = option(
         "1GiB", "Memory of all LoRA adapters together, in all processes of --tensor-parallel.", group=ADAPTERS
@@ -439,6 +456,8 @@ class GenerationServiceConfig(
         self.write_weights_bytes()
         self.adapters_to_load()
         self.adapter_folder()
+        self.allowed_stores()
+        self.adapter_disk_bytes()
         self._check_kv_memory()
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
         if parse_memory(self.host_kv_memory, flag="--host-kv-memory") == 0 and self.preemption == SWAP:
@@ -546,6 +565,20 @@ class GenerationServiceConfig(
         if not root.is_dir():
             raise StartupError(f"--adapter-root {self.adapter_root}: not a folder", flag="--adapter-root")
         return root
+
+    def allowed_stores(self) -> AllowedStores:
+        """Return the stores of --adapter-store. Raises StartupError."""
+        stores = AllowedStores(self.adapter_store)
+        if stores and self.adapter_root is None:
+            raise StartupError("--adapter-store needs --adapter-root", flag="--adapter-root")
+        return stores
+
+    def adapter_disk_bytes(self) -> int:
+        """Return the most bytes of adapters of stores on disk. Raises StartupError."""
+        size = parse_memory(self.adapter_disk, flag="--adapter-disk")
+        if size is None or size < 0:
+            raise StartupError("--adapter-disk must be a size such as 10GiB", flag="--adapter-disk")
+        return size
 
     def grammar_limits(self) -> GrammarLimits:
         """Return the limits on constraints."""

@@ -9,12 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from penstock.common.environment import current_environment
 from penstock.common.errors import FailedPrecondition, StartupError
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.common.progress import StartCancelled
 from penstock.generation.adapters.adapter_access import AdapterAccess
+from penstock.generation.adapters.adapter_disk import AdapterDisk
 from penstock.generation.adapters.figures import AdapterFigures
+from penstock.generation.adapters.remote_adapters import RemoteAdapters
+from penstock.generation.adapters.store import AdapterStore
 from penstock.generation.attention.state_pool import StatePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.block_store import StoreFigures
@@ -106,6 +110,7 @@ class RunningEngine:
                 config.adapter_folder(),
                 on_change=hub.notify,
                 on_failure=metrics.adapter_failed,
+                remote=_remote_adapters(config, loaded.weights.adapters),
             ),
             reload=self.reload,
             updates=WeightUpdates(config, self._write_weights),
@@ -240,6 +245,7 @@ class RunningEngine:
         has_stopped = await _beside(partial(self._loop.stop, self._config.hung_step_seconds))
         if has_stopped:
             await self._close_pools()
+        self.core.adapter_access.close()
         await _beside(self.core.loaded.weights.close)
         if self._trace is not None:
             await _beside(self._trace.close)
@@ -307,6 +313,20 @@ class RunningEngine:
     def _engine_failed(self, error: BaseException) -> None:
         _log.error("the engine has failed", exc_info=error)
         self._on_failure(error)
+
+
+def _remote_adapters(config: GenerationServiceConfig, store: AdapterStore) -> RemoteAdapters | None:
+    """Return the adapters of --adapter-store; None without one."""
+    stores, root = config.allowed_stores(), config.adapter_folder()
+    if not stores or root is None:
+        return None
+    disk = AdapterDisk(
+        root,
+        max_bytes=config.adapter_disk_bytes(),
+        seconds=config.adapter_fetch_seconds,
+        environment=current_environment(),
+    )
+    return RemoteAdapters(store, disk, stores)
 
 
 def _stored(disk: BlockFileStore | None) -> StoreFigures:

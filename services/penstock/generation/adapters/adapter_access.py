@@ -6,11 +6,14 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, PenstockError
 from penstock.common.logging import get_logger
+from penstock.generation.adapters.adapter_source import AllowedStores, Source, is_source
 from penstock.generation.adapters.figures import AdapterInfo
+from penstock.generation.adapters.remote_adapters import RemoteAdapters
 from penstock.generation.adapters.store import AdapterStore
 
 # As in a hub id: a name is a model's name to clients, and a label of metrics.
@@ -28,15 +31,17 @@ class AdapterAccess:
         *,
         on_change: Callable[[], None],
         on_failure: Callable[[PenstockError], None],
+        remote: RemoteAdapters | None = None,
     ) -> None:
         """`root`: adapters lie below it; None: none may be loaded. `on_change` is called when `version` has changed;
-        `on_failure` takes the errors of loads."""
+        `on_failure` takes the errors of loads. `remote`: those of stores; None: there are none."""
         self._store = store
         self._root = root
         # Spellings of it that paths of adapters may begin with.
         self._roots = () if root is None else (root, root.resolve())
         self._on_change = on_change
         self._on_failure = on_failure
+        self._remote = remote
         # A load has one until it ends, its caller gone or not. Some are checked at the same time; the store reads one
         # at a time: they share the disk, and the memory of reading one.
         self._places = asyncio.Semaphore(store.limits.max_adapter_checks)
@@ -46,10 +51,11 @@ class AdapterAccess:
         self.version = 1 if store.names() else 0
 
     async def load(self, name: str, path: str, *, replace: bool) -> float:
-        """Load the folder `path` below the root, by default that of the adapter's name. Return the seconds it took.
+        """Load the folder `path` below the root, by default that of the adapter's name, or an adapter of a store.
 
-        Raises FailedPrecondition NO_ADAPTER_ROOT, and InvalidArgument, ResourceExhausted and Unavailable as
-        `AdapterStore.load`.
+        Without a path and such a folder, a name may be a hub id. Return the seconds it took. Raises FailedPrecondition
+        NO_ADAPTER_ROOT, and InvalidArgument, ResourceExhausted and Unavailable as `AdapterStore.load` and
+        `RemoteAdapters.bring`.
         """
         begin = time.monotonic()
         if self._root is None:
@@ -57,10 +63,12 @@ class AdapterAccess:
                 "adapters are loaded only from below one folder: start the service with --adapter-root",
                 reason="NO_ADAPTER_ROOT",
             )
-        if not _NAME.fullmatch(name):
+        # A place in a store may be the adapter's name, too.
+        if not _NAME.fullmatch(name) and not (is_source(name) and path in ("", name)):
             raise InvalidArgument("name", "must be letters, digits and any of . _ / -, the first a letter or a digit")
+        source = self._source(name, path, self._root)
         await self._places.acquire()
-        task = asyncio.ensure_future(self._load(name, self._root / (path or name), self._root, replace))
+        task = asyncio.ensure_future(self._load(name, source or self._root / (path or name), self._root, replace))
         self._loads.add(task)
         task.add_done_callback(self._ended)
         await asyncio.shield(task)
@@ -70,9 +78,25 @@ class AdapterAccess:
         self._loads.discard(task)
         self._places.release()
 
-    async def _load(self, name: str, path: Path, root: Path, replace: bool) -> None:
+    def _source(self, name: str, path: str, root: Path) -> Source | None:
+        """Return the place in a store that a load means; None: a folder. Raises InvalidArgument ADAPTER_PATH."""
+        if is_source(path or name):
+            return (self._remote.stores if self._remote is not None else AllowedStores(())).source(path or name)
+        if path or self._remote is None or (root / name).is_dir():
+            return None
+        return self._remote.stores.hub_source(name)
+
+    async def _load(self, name: str, place: Path | Source, root: Path, replace: bool) -> None:
         try:
-            await asyncio.to_thread(self._store.load, name, path, root=root, replace=replace)
+            if isinstance(place, Path):
+                await asyncio.to_thread(self._store.load, name, place, root=root, replace=replace)
+                if self._remote is not None:
+                    self._remote.forget(name)
+            else:
+                assert self._remote is not None
+                loop = asyncio.get_running_loop()
+                changed = partial(loop.call_soon_threadsafe, self._changed)
+                await asyncio.to_thread(self._remote.load, name, place, root, replace=replace, on_given_up=changed)
         except PenstockError as error:
             self._on_failure(error)
             _log.warning("adapter not loaded", adapter=name, reason=error.reason)
@@ -84,6 +108,8 @@ class AdapterAccess:
         """Forget an adapter; return the number of requests that go on with it. Raises as `AdapterStore.unload`."""
         live = sum(info.num_requests for info in self._store.infos() if info.name == name)
         self._store.unload(name)
+        if self._remote is not None:
+            self._remote.forget(name)
         _log.info("adapter unloaded", adapter=name, live_requests=live)
         self._changed()
         return live
@@ -100,9 +126,19 @@ class AdapterAccess:
         return found
 
     def shown_path(self, info: AdapterInfo) -> str:
-        """Return an adapter's path below the root; empty if it lies elsewhere, as one of --lora may."""
+        """Return an adapter's path below the root, or its place in a store, by which another service finds it, too.
+
+        Empty if it lies elsewhere, as one of --lora may.
+        """
+        if self._remote is not None and (source := self._remote.source_of(info.name)) is not None:
+            return str(source)
         below = (info.path.relative_to(root) for root in self._roots if info.path.is_relative_to(root))
         return str(next(below, ""))
+
+    def close(self) -> None:
+        """Let the files of stores go; the adapters in memory stay."""
+        if self._remote is not None:
+            self._remote.close()
 
     def _changed(self) -> None:
         self.version += 1

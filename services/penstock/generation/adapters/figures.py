@@ -23,6 +23,8 @@ class AdapterInfo:
     num_requests: int
     # Generation of its last reading.
     generation: str
+    # Number that orders adapters by their last use.
+    used_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)

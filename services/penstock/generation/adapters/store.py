@@ -115,8 +115,7 @@ class AdapterStore:
         (--adapter-memory; or another process of the model has none). Raises Unavailable: ENGINE_FAILED (such a process
         has ended), ENGINE_STOPPED (the model is being closed).
         """
-        self._check_name(name)
-        self._check_place(name, replace=replace)
+        self.check(name, replace=replace)
         # Before its turn: a folder may take long to check, and others go on meanwhile.
         opened_by = self._open
         files = opened_by(path, root)
@@ -125,6 +124,11 @@ class AdapterStore:
             if self._open is not opened_by:
                 files = self._open(path, root)
             return self._read(name, path, root, files, is_new=True)
+
+    def check(self, name: str, *, replace: bool) -> None:
+        """Raise as `load` when no adapter may come as `name`."""
+        self._check_name(name)
+        self._check_place(name, replace=replace)
 
     def unload(self, name: str) -> None:
         """Forget `name` now. Requests that have it go on to their end; its memory goes with the last of them.
@@ -157,6 +161,7 @@ class AdapterStore:
                     known.is_loaded,
                     self._users.get(known.last, 0),
                     known.last.generation,
+                    known.used_at,
                 )
                 for name, known in self._known.items()
             )
