@@ -47,7 +47,7 @@ class RouterApp:
     """The router as a service. Implements serving.server.Service and ControlsHealth."""
 
     name = "router"
-    grpc_services = (SERVICE_NAME, KSERVE_SERVICE, ADMIN_SERVICE, MODEL_SERVICE, ROUTER_ADMIN_SERVICE)
+    grpc_services: tuple[str, ...] = (SERVICE_NAME, KSERVE_SERVICE, ADMIN_SERVICE, MODEL_SERVICE, ROUTER_ADMIN_SERVICE)
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, *, resolver: Resolver = resolve) -> None:
         """Make it inside the event loop that will serve it. `resolver` stands in for DNS in tests.

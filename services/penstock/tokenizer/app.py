@@ -20,7 +20,7 @@ class TokenizerApp:
     """The tokenizer as a service. Implements serving.server.Service."""
 
     name = "tokenizer"
-    grpc_services = (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,)
+    grpc_services: tuple[str, ...] = (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,)
 
     def __init__(self, config: TokenizerConfig, registry: CollectorRegistry) -> None:
         """Make it inside the event loop that will serve it."""

@@ -47,6 +47,8 @@ Examples:
 
   penstock infer --endpoint http://127.0.0.1:8000 --data-file prompts.txt --completion-window 12h
 
+  penstock infer --endpoint vllm://gpu-node:8000 --base-model ./my-model --data-file prompts.txt
+
   penstock infer --base-model ./my-model --interactive --history-tokens 2048
 
   penstock infer --base-model ./my-model --lora support=./support --data-file prompts.txt
@@ -70,6 +72,16 @@ def run_infer(given: Overrides) -> int:
         files = None
     else:
         files = BatchFiles(config)
+    if config.is_engine:
+        _refuse(dialled, "is for a router or a gateway as --endpoint: leave it out")
+        # Imports the router.
+        from penstock.cli.infer.engine_router import EngineRouter
+
+        with (
+            EngineRouter(config.base_model, config.endpoint or "") as address,
+            RemoteTarget(config, ConnectionConfig(address=address)) as engines,
+        ):
+            return converse(config, engines) if config.interactive else LineBatch(config, engines, files).run()
     if config.use_vllm:
         check_vllm()
         with VllmTarget(config, engine) as vllm:
@@ -82,11 +94,16 @@ def run_infer(given: Overrides) -> int:
         connection = from_env_and_flags(ConnectionConfig, {**dialled, "address": config.endpoint})
         with RemoteTarget(config, connection) as remote:
             return converse(config, remote) if config.interactive else LineBatch(config, remote, files).run()
-    if dialled:
-        flag = next(bound.flag for bound in options_of(ConnectionConfig) if bound.name in dialled)
-        raise StartupError(f"{flag} is for an --endpoint: give one, or leave it out", flag=flag)
+    _refuse(dialled, "is for an --endpoint: give one, or leave it out")
     with LocalTarget(config, engine) as local:
         return converse(config, local) if config.interactive else LineBatch(config, local, files).run()
+
+
+def _refuse(dialled: Overrides, why: str) -> None:
+    """Raise StartupError naming the first flag of a connection that is given, if any is."""
+    if dialled:
+        flag = next(bound.flag for bound in options_of(ConnectionConfig) if bound.name in dialled)
+        raise StartupError(f"{flag} {why}", flag=flag)
 
 
 def _with_one_adapter(config: InferConfig, engine: dict[str, Any]) -> InferConfig:

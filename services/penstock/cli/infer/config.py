@@ -19,6 +19,8 @@ from penstock.generation.options.kinds import BadValue
 from penstock.generation.options.table import CONFIG, DRAFTS
 
 MODEL, PROMPTS, OUTPUT, ENDPOINT = "Model", "Prompts", "Output", "Endpoint"
+# Beginning of an endpoint that is a vLLM.
+ENGINE = "vllm://"
 # Templates that --prompt-template names.
 AUTO, LLAMA3, CHAT, NONE = "auto", "llama3", "chat", "none"
 # Flags of `penstock serve generation` for the model in this process.
@@ -108,7 +110,8 @@ class InferConfig(SamplingConfig):
     endpoint: str | None = option(
         None,
         "host:port of a router, such as that of `penstock serve`: it answers, and no model is loaded here. "
-        "http://host:port of a gateway: the lines become a batch, which runs on idle capacity.",
+        "http://host:port of a gateway: the lines become a batch, which runs on idle capacity. vllm://host:port of a "
+        "vLLM that serves gRPC (several with commas): this command routes to it, with the tokenizer of --base-model.",
         group=ENDPOINT,
         metavar="HOST:PORT|URL",
     )
@@ -138,13 +141,13 @@ class InferConfig(SamplingConfig):
         if self.use_vllm and (loads or engine.get("quantization") not in (None, "none")):
             flag = loads or "--quantization"
             raise StartupError(f"--use-vllm does not go with {flag}: leave one of them out", flag=flag)
-        if self.use_vllm and (self.only_cpu or engine.get("device") == "cpu"):
+        if self.use_vllm and not self.is_engine and (self.only_cpu or engine.get("device") == "cpu"):
             raise StartupError("--use-vllm needs a GPU: leave --only-cpu out, or --use-vllm", flag="--only-cpu")
-        if self.use_vllm and (self.interactive or self.endpoint):
+        if self.use_vllm and not self.is_engine and (self.interactive or self.endpoint):
             flag = "--interactive" if self.interactive else "--endpoint"
             raise StartupError(
-                f"--use-vllm runs a file of prompts here: leave {flag} out, or --use-vllm (the router of an --endpoint "
-                "has vLLM where its --backend is vllm://HOST:PORT)",
+                f"--use-vllm runs a file of prompts here: leave {flag} out, or give a vLLM that serves as --endpoint "
+                "vllm://HOST:PORT",
                 flag=flag,
             )
         if loads and "quantization" in engine:
@@ -164,6 +167,11 @@ class InferConfig(SamplingConfig):
     def is_batch(self) -> bool:
         """True when the endpoint is a gateway, which answers by batches."""
         return (self.endpoint or "").startswith(("http://", "https://"))
+
+    @property
+    def is_engine(self) -> bool:
+        """True when the endpoint is a vLLM, which this command routes to by itself."""
+        return (self.endpoint or "").startswith(ENGINE)
 
     def _check_endpoint(self, loads: str | None, engine: dict[str, Any]) -> None:
         """Refuse flags that apply only to a model loaded here."""

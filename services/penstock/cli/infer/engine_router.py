@@ -1,0 +1,99 @@
+"""Router of this command's own before engines that serve: `penstock infer --endpoint vllm://HOST:PORT`.
+
+The engine gets token ids, so templates, stop strings and tool calls are those of any other endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry
+
+from penstock.common.checkpoint import resolve_model
+from penstock.common.errors import StartupError
+from penstock.router.app import RouterApp
+from penstock.router.config import RouterConfig
+from penstock.serving.server import RunningServer, Service
+from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.config import TokenizerConfig
+
+_FLAG = "--endpoint"
+
+
+class EngineRouter:
+    """Tokenizer and router on free ports of loopback, in a thread of this process. A context manager: its address."""
+
+    def __init__(
+        self, model: str | None, backends: str, *, start_seconds: float = RouterConfig.start_timeout_seconds
+    ) -> None:
+        """`model`: with the tokenizer of the engine's model; `backends`: as the router's --backend."""
+        self._model, self._backends, self._start_seconds = model, backends, start_seconds
+        self._ready: Future[str] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(target=self._work, name="infer-router", daemon=True)
+
+    def __enter__(self) -> str:
+        """Return the router's address once an engine is ready. Raises StartupError."""
+        self._thread.start()
+        try:
+            return self._ready.result()
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(_told(error))
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        config = TokenizerConfig(model=str(resolve_model(self._model)), port=0, metrics_port=-1)
+        async with AsyncExitStack() as stack:
+            tokenizer = await _running(stack, lambda registry: TokenizerApp(config, registry), config)
+            routes = RouterConfig(
+                tokenizer=(tokenizer,),
+                backend=tuple(self._backends.split(",")),
+                port=0,
+                metrics_port=-1,
+                start_timeout_seconds=self._start_seconds,
+            )
+            address = await _running(stack, lambda registry: RouterApp(routes, registry), routes)
+            self._ready.set_result(address)
+            await self._over.wait()
+
+
+async def _running(
+    stack: AsyncExitStack, make: Callable[[CollectorRegistry], Service], config: TokenizerConfig | RouterConfig
+) -> str:
+    """Start a service for the life of the stack, and return its address."""
+    registry = CollectorRegistry()
+    server = RunningServer(make(registry), config, registry)
+    stack.push_async_callback(server.stop, drain=False)
+    await server.listen()
+    await server.start()
+    return server.address
+
+
+def _told(error: BaseException) -> BaseException:
+    """Return a start's error with the flag of this command."""
+    if isinstance(error, StartupError) and error.flag == "--backend":
+        return StartupError(error.message.replace("--backend", _FLAG), flag=_FLAG)
+    return error
