@@ -415,6 +415,7 @@ class Engine:
             waiting_requests=len(waiting),
             running_requests=len(running),
             running_sequences=running_sequences,
+            idle_only_requests=waiting.num_idle_only,
             kv_blocks_total=pool.num_blocks,
             kv_blocks_free=pool.num_free - pool.num_evictable,
             kv_blocks_used=pool.num_used,

@@ -102,6 +102,8 @@ class EngineLoad(NamedTuple):
     waiting_requests: int = 0
     running_requests: int = 0
     running_sequences: int = 0
+    # Of both, those that use idle capacity only.
+    idle_only_requests: int = 0
     kv_blocks_total: int = 0
     # Neither used nor evictable.
     kv_blocks_free: int = 0

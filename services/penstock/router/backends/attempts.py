@@ -207,7 +207,13 @@ class Attempts:
     def _choose(self, state: RequestState, ability: Ability) -> Backend | None:
         spec = state.spec
         return self.choose(
-            spec.model, spec.prefix_hashes, state.lost_on, session=spec.session, adapter=spec.adapter, ability=ability
+            spec.model,
+            spec.prefix_hashes,
+            state.lost_on,
+            session=spec.session,
+            adapter=spec.adapter,
+            ability=ability,
+            is_idle_only=spec.is_idle_only,
         )
 
     def choose(
@@ -219,6 +225,7 @@ class Attempts:
         session: str = "",
         adapter: str = "",
         ability: Ability | None = None,
+        is_idle_only: bool = False,
     ) -> Backend | None:
         """Choose a backend by the policy; last one that the request was lost on, or that has a suspect on probation.
 
@@ -227,7 +234,8 @@ class Attempts:
         usable = self._pool.usable(model, adapter)
         if ability is not None:
             usable = [one for one in usable if ability.has(one)]
-        return self._policy.choose(usable, hashes, session=session, avoid=lost_on | self._probations.taken())
+        avoid = lost_on | self._probations.taken()
+        return self._policy.choose(usable, hashes, session=session, avoid=avoid, is_idle_only=is_idle_only)
 
     async def _wait_for_place(self, state: RequestState, blame: Blame) -> Backend | None:
         """Return a backend for a lost stream, apart from other suspects if it is one; None when there is none."""

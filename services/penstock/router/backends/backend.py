@@ -62,7 +62,7 @@ class Backend:
         self.link = Link(
             where, config, tokenizer_fingerprint=tokenizer_fingerprint, serve=self._serve, on_change=on_change
         )
-        self.load = LoadView(lambda: self.in_flight)
+        self.load = LoadView(lambda: self.in_flight, lambda: self._session.idle_in_flight if self._session else 0)
         self.adapters = BackendAdapters(self.link, config, on_change)
         verdict_seconds = config.death_verdict_seconds
         self._crashes = CrashWatch(

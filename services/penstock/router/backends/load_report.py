@@ -28,6 +28,8 @@ class LoadReport:
     is_draining: bool = False
     waiting_requests: int = 0
     running_requests: int = 0
+    # Of both, those of idle capacity; None: others wait for them there, or it does not tell.
+    idle_only_requests: int | None = None
     # 0: its queue has no bound.
     max_queued_requests: int = 0
     kv_pressure: float = 0.0
@@ -52,6 +54,7 @@ def from_load(load: admin_pb2.Load) -> LoadReport:
         is_draining=load.draining,
         waiting_requests=load.waiting_requests,
         running_requests=load.running_requests,
+        idle_only_requests=load.idle_only_requests if load.HasField("idle_only_requests") else None,
         max_queued_requests=load.max_queued_requests,
         kv_pressure=load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0,
         adapters_version=load.adapters_version,

@@ -12,15 +12,16 @@ from penstock.router.backends.load_report import LoadReport
 class LoadView:
     """Last report of a backend, corrected by our own requests. Implements policy.CandidateLoad."""
 
-    def __init__(self, in_flight: Callable[[], int]) -> None:
-        """Make it: nothing is reported. `in_flight`: number of our requests that are there now."""
-        self._in_flight = in_flight
+    def __init__(self, in_flight: Callable[[], int], idle_in_flight: Callable[[], int]) -> None:
+        """Make it: nothing is reported. `in_flight`: number of our requests that are there now; `idle_in_flight`: of
+        those that use idle capacity only."""
+        self._in_flight, self._idle_in_flight = in_flight, idle_in_flight
         self.connect()
 
     def connect(self) -> None:
         """Begin anew: on this connection nothing is reported yet."""
         self._report = LoadReport()
-        self._reported_in_flight = 0
+        self._reported_in_flight = self._reported_idle = 0
         self._num_reports = self._progress = 0
         self._sent_tokens: dict[str, float] = {}
 
@@ -29,7 +30,7 @@ class LoadView:
         self._num_reports += 1
         self._progress += report.is_stepping or report.step != self._report.step
         self._report = report
-        self._reported_in_flight = self._in_flight()
+        self._reported_in_flight, self._reported_idle = self._in_flight(), self._idle_in_flight()
         self._sent_tokens.clear()
 
     def note_sent(self, demand: Demand) -> None:
@@ -62,6 +63,15 @@ class LoadView:
         """Number of requests in the report, corrected by ours that were sent and finished since."""
         in_flight = self._in_flight()
         return float(max(self._report.requests + in_flight - self._reported_in_flight, in_flight))
+
+    @property
+    def pressing(self) -> float:
+        """Number of those that another request waits for: all, or all but those of idle capacity where these rest."""
+        told = self._report.idle_only_requests
+        if told is None:
+            return self.requests
+        ours = self._idle_in_flight()
+        return max(self.requests - max(told + ours - self._reported_idle, ours), 0.0)
 
     @property
     def room(self) -> float:

@@ -22,6 +22,10 @@ class CandidateLoad(Protocol):
         """Number of requests that wait or run there, ours that it has not reported yet included."""
 
     @property
+    def pressing(self) -> float:
+        """Number of those that a request waits for which uses more than idle capacity."""
+
+    @property
     def is_full(self) -> bool:
         """True when another request would be refused."""
 
@@ -77,15 +81,17 @@ class Policy(Generic[CandidateT]):
         *,
         session: str = "",
         avoid: Collection[str] = (),
+        is_idle_only: bool = False,
     ) -> CandidateT | None:
         """Choose a backend; None when every candidate is full or there is none.
 
-        `avoid` names backends that this request was lost on: used only when nothing else is there.
+        `avoid` names backends that this request was lost on: used only when nothing else is there. `is_idle_only`: it
+        waits for all that are there; other requests do not wait for those of idle capacity.
         """
         is_crowd = len(candidates) > self._config.most_looked_at
-        usable = _usable(self._some_of(candidates, hashes, session), avoid) if is_crowd else []
+        usable = _usable(self._some_of(candidates, hashes, session), avoid, is_idle_only) if is_crowd else []
         if not usable or (avoid and all(one.key in avoid for _, one in usable)):
-            usable = _usable(candidates, avoid)
+            usable = _usable(candidates, avoid, is_idle_only)
         if not usable:
             return None
         chosen = self._of_session(usable, session) or self._of_prefix(usable, hashes) or self._least_loaded(usable)
@@ -142,9 +148,14 @@ class Policy(Generic[CandidateT]):
         return min(idle, key=lambda candidate: round(candidate.load.kv_pressure, 2)) if len(idle) > 1 else idle[0]
 
 
-def _usable(candidates: Sequence[CandidateT], avoid: Collection[str]) -> list[tuple[float, CandidateT]]:
-    """Return those with room, each with its number of requests; without those to avoid, unless there are no others."""
+def _usable(
+    candidates: Sequence[CandidateT], avoid: Collection[str], is_idle_only: bool
+) -> list[tuple[float, CandidateT]]:
+    """Return those with room, each with the number of requests that count; without those to avoid, unless there are no
+    others."""
     free = [candidate for candidate in candidates if not candidate.load.is_full]
     if avoid:
         free = [candidate for candidate in free if candidate.key not in avoid] or free
-    return [(candidate.load.requests, candidate) for candidate in free]
+    if is_idle_only:
+        return [(candidate.load.requests, candidate) for candidate in free]
+    return [(candidate.load.pressing, candidate) for candidate in free]

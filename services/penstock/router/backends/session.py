@@ -159,6 +159,8 @@ class BackendSession:
         self._on_outcome = on_outcome
         self._on_no_adapter = on_no_adapter
         self._attempts: dict[str, Attempt] = {}
+        # Of them, those that use idle capacity only.
+        self.idle_in_flight = 0
         self._by_handle: dict[int, Attempt] = {}
         self._last_handle = 0
         self._commands: deque[generation_pb2.SessionRequest] = deque()
@@ -183,6 +185,7 @@ class BackendSession:
         expected = expectations_of(state.spec, request, self._info, time.monotonic())
         attempt = Attempt(self, state, request.request_id, request.attempt_epoch, command.handle, expected, probe)
         self._attempts[attempt.wire_id] = attempt
+        self.idle_in_flight += state.spec.is_idle_only
         if attempt.handle:
             self._by_handle[attempt.handle] = attempt
         state.attempt = attempt
@@ -201,6 +204,7 @@ class BackendSession:
         """Give up every attempt: the stream is gone, and its requests need another backend."""
         self._closed = True
         attempts, self._attempts = self._attempts, {}
+        self.idle_in_flight = 0
         self._by_handle.clear()
         for attempt in attempts.values():
             if attempt.probe is not None:
@@ -467,7 +471,10 @@ class BackendSession:
     def _forget(self, attempt: Attempt) -> bool:
         """Forget an attempt, so that its further frames are stale; False when it is forgotten already."""
         self._by_handle.pop(attempt.handle, None)
-        return self._attempts.pop(attempt.wire_id, None) is not None
+        if self._attempts.pop(attempt.wire_id, None) is None:
+            return False
+        self.idle_in_flight -= attempt.state.spec.is_idle_only
+        return True
 
     def _break_off(self, attempt: Attempt, what: str) -> None:
         """Give an attempt up: the backend broke the protocol, so its further frames cannot be trusted."""

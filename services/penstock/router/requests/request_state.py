@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted
+from penstock.common.idle_only import IDLE_TENANT
 from penstock.common.logging import get_logger
 from penstock.common.pace import Demand
 from penstock.common.tracing import Span
@@ -81,6 +82,11 @@ class RequestSpec:
     prefix_hashes: list[int] = field(default_factory=list)
     # The router's own warnings, for Started.
     warnings: tuple[str, ...] = ()
+
+    @property
+    def is_idle_only(self) -> bool:
+        """True when it uses idle capacity only."""
+        return self.template.fair_share_key == IDLE_TENANT
 
 
 class RequestState:

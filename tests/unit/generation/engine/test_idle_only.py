@@ -99,3 +99,16 @@ def test_a_forecast_does_not_wait_for_those_on_their_way() -> None:
 
 def replace_pace(**figures: float) -> Pace:
     return Pace()._replace(**figures)
+
+
+def test_the_load_tells_how_many_there_are_waiting_or_running() -> None:
+    engine, _ = make_engine(engine_config(max_running_sequences=1, idle_share=1.0))
+    answers: dict[str, Answer] = {}
+    engine.add(idle([1], max_new_tokens=4))
+    engine.add(idle([2], max_new_tokens=4))
+    collect(answers, engine.step())
+    engine.add(request([3], max_new_tokens=1))
+    load = engine.load()
+    assert (load.waiting_requests + load.running_requests, load.idle_only_requests) == (3, 2)
+    run(engine, answers=answers)
+    assert engine.load().idle_only_requests == 0

@@ -14,8 +14,8 @@ class Seen:
     """A backend's view, and the number of our requests there."""
 
     def __init__(self) -> None:
-        self.in_flight = 0
-        self.view = LoadView(lambda: self.in_flight)
+        self.in_flight = self.idle_in_flight = 0
+        self.view = LoadView(lambda: self.in_flight, lambda: self.idle_in_flight)
 
 
 def test_requests_sent_since_the_report_count() -> None:
@@ -30,6 +30,25 @@ def test_requests_sent_since_the_report_count() -> None:
     assert seen.view.requests == 4, "never fewer than ours"
     seen.in_flight = 0
     assert (seen.view.requests, seen.view.room) == (0, 8)
+
+
+def test_requests_of_idle_capacity_press_nobody_where_they_rest() -> None:
+    seen = Seen()
+    seen.in_flight = seen.idle_in_flight = 2
+    assert seen.view.pressing == 2, "not told yet"
+    seen.view.take(LoadReport(running_requests=5))
+    assert seen.view.pressing == 5, "an engine on which others wait for them"
+    seen.view.take(LoadReport(running_requests=5, idle_only_requests=3))
+    assert (seen.view.requests, seen.view.pressing) == (5, 2)
+    seen.in_flight, seen.idle_in_flight = 4, 3
+    assert (seen.view.requests, seen.view.pressing) == (7, 3)
+    seen.in_flight = seen.idle_in_flight = 0
+    assert (seen.view.requests, seen.view.pressing) == (3, 2)
+
+
+def test_a_report_tells_those_of_idle_capacity_or_does_not() -> None:
+    assert from_load(admin_pb2.Load()).idle_only_requests is None
+    assert from_load(admin_pb2.Load(idle_only_requests=0)).idle_only_requests == 0
 
 
 def test_a_queue_without_a_bound_has_room() -> None:

@@ -16,8 +16,13 @@ class FakeLoad:
     """A load with knobs."""
 
     requests: float = 0.0
+    idle_only: float = 0.0
     is_full: bool = False
     kv_pressure: float = 0.0
+
+    @property
+    def pressing(self) -> float:
+        return self.requests - self.idle_only
 
 
 @dataclass
@@ -47,6 +52,14 @@ def test_least_loaded_without_knowledge() -> None:
     a, b = pair()
     a.load.requests = 3
     assert policy().choose([a, b], PROMPT) is b
+
+
+def test_requests_of_idle_capacity_count_for_their_like_alone() -> None:
+    a, b = pair()
+    a.load.requests, a.load.idle_only, b.load.requests = 16, 16, 1
+    chooser = policy()
+    assert chooser.choose([a, b], PROMPT) is a
+    assert chooser.choose([a, b], PROMPT, is_idle_only=True) is b
 
 
 def test_equals_take_turns() -> None:
@@ -182,6 +195,10 @@ class CountedLoad:
     def requests(self) -> float:
         self.asked[0] += 1
         return self.count
+
+    @property
+    def pressing(self) -> float:
+        return self.requests
 
     @property
     def is_full(self) -> bool:

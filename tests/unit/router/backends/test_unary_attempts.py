@@ -29,7 +29,7 @@ class Backends:
             SimpleNamespace(
                 key=key,
                 call=self.call,
-                load=SimpleNamespace(requests=0.0, is_full=False, kv_pressure=0.0),
+                load=SimpleNamespace(requests=0.0, pressing=0.0, is_full=False, kv_pressure=0.0),
                 in_flight=0,
                 match=lambda _: 0,
                 suspects=list,
@@ -94,7 +94,7 @@ class Together:
             SimpleNamespace(
                 key=key,
                 call=partial(self._call, key),
-                load=SimpleNamespace(requests=0.0, is_full=False, kv_pressure=0.0),
+                load=SimpleNamespace(requests=0.0, pressing=0.0, is_full=False, kv_pressure=0.0),
                 in_flight=0,
                 suspects=list,
             )

@@ -111,6 +111,11 @@ class FairQueue:
         return self._live.keys()
 
     @property
+    def num_idle_only(self) -> int:
+        """Number of groups that use idle capacity only, waiting or not."""
+        return self._live[IDLE_TENANT]
+
+    @property
     def is_idle_alone(self) -> bool:
         """True when there are such requests, and no others."""
         return self.has_idle_only and len(self._live) == 1
