@@ -1,0 +1,224 @@
+"""Prefixes found and load spread with one, two and twenty routers before the same backends, by the routers' own choice.
+
+    python -m benchmarks many_routers [--routers 1,2,20] [--backends 8] [--requests 20000] [--load 0.8]
+
+A simulation in simulated time, of one process: the policy, the views of load and the memory of prefixes are the
+routers' own classes; backends are a queue, places and a cache of blocks. Prompts have one of `--prefixes` beginnings
+of 16 blocks, the frequent ones first (Zipf), and 8 blocks of their own. A block that is not cached costs 10 ms, an
+answer 1 s. It is sent to a router at random, as a balancer without knowledge does. Of two tenants one sends a sixth of
+the requests; with a load above 1 it waits for nobody but its like where shares are fair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.common.fair_order import FairOrder
+from penstock.router.backends.load_report import LoadReport
+from penstock.router.backends.load_view import LoadView
+from penstock.router.backends.policy import Policy, PolicyConfig
+from penstock.router.backends.prefix_index import PrefixIndex
+
+from benchmarks._arguments import at_least, numbers
+from benchmarks._report import Report
+
+SHARED, OWN = 16, 8
+BLOCK_SECONDS, ANSWER_SECONDS = 0.01, 1.0
+# Requests that a backend runs at once; blocks that it caches, and that a router remembers of it.
+PLACES, CACHED, KNOWN = 16, 2000, 65536
+LIGHT, HEAVY = "light", "heavy"
+LIGHT_SHARE = 1 / 6
+REPORT_SECONDS = 0.1
+HEADER = (
+    "routers",
+    "found_share",
+    "wait_mean_s",
+    "wait_p99_s",
+    "busiest_to_mean",
+    "light_wait_s",
+    "choice_us",
+)
+
+
+@dataclass
+class SimulatedBackend:
+    """True state of a backend."""
+
+    key: str
+    # By tenant, in the engine's own order of tenants.
+    waiting: dict[str, deque[Request]] = field(default_factory=lambda: {LIGHT: deque(), HEAVY: deque()})
+    order: FairOrder = field(default_factory=FairOrder)
+    running: int = 0
+    cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    served: int = 0
+
+    def add(self, request: Request) -> None:
+        """Let a request wait."""
+        self.waiting[request.tenant].append(request)
+        self.order.wait(request.tenant)
+
+    def next(self) -> Request | None:
+        """Take the next request."""
+        tenant = next(iter(self.order), None)
+        if tenant is None:
+            return None
+        request = self.waiting[tenant].popleft()
+        if not self.waiting[tenant]:
+            self.order.stop_waiting(tenant)
+        self.order.charge(tenant, 1.0)
+        return request
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait."""
+        return sum(map(len, self.waiting.values()))
+
+    def found(self, blocks: list[int]) -> int:
+        """Return the number of leading blocks that are cached, and cache all of them."""
+        count = next((at for at, one in enumerate(blocks) if one not in self.cache), len(blocks))
+        for one in blocks:
+            self.cache[one] = None
+            self.cache.move_to_end(one)
+        while len(self.cache) > CACHED:
+            self.cache.popitem(last=False)
+        return count
+
+
+class SeenBackend:
+    """A backend as one router sees it. Implements policy.Candidate."""
+
+    def __init__(self, backend: SimulatedBackend) -> None:
+        self.backend, self.key = backend, backend.key
+        self.in_flight = 0
+        self.load = LoadView(lambda: self.in_flight, lambda: 0)
+        self.prefixes = PrefixIndex(KNOWN)
+
+    def match(self, hashes: Any) -> int:
+        """See policy.Candidate."""
+        return self.prefixes.match(hashes)
+
+    def report(self) -> None:
+        """Take a report."""
+        state = self.backend
+        self.load.take(LoadReport(waiting_requests=state.num_waiting, running_requests=state.running))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request on its way."""
+
+    tenant: str
+    blocks: list[int]
+    seen: SeenBackend
+    began: float
+
+
+class Simulation:
+    """Routers before backends, until all requests are answered."""
+
+    def __init__(self, routers: int, options: argparse.Namespace) -> None:
+        self._draw = random.Random(7)
+        self._options = options
+        self._backends = [SimulatedBackend(f"backend-{one}") for one in range(options.backends)]
+        self._routers = [
+            (Policy[SeenBackend](PolicyConfig()), [SeenBackend(one) for one in self._backends]) for _ in range(routers)
+        ]
+        self._events: list[tuple[float, int, Any]] = []
+        self._order = itertools.count()
+        self._found = self._possible = 0
+        self._waits: dict[str, list[float]] = {LIGHT: [], HEAVY: []}
+        self._choosing = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Run it; return the row of the table."""
+        options, now = self._options, 0.0
+        weights = [1 / (rank + 1) for rank in range(options.prefixes)]
+        usual = ANSWER_SECONDS + BLOCK_SECONDS * OWN
+        rate = options.load * options.backends * PLACES / usual
+        for number in range(options.requests):
+            now += self._draw.expovariate(rate)
+            (prefix,) = self._draw.choices(range(options.prefixes), weights)
+            blocks = [prefix * 1000 + at for at in range(SHARED)]
+            blocks += [10**9 + number * 1000 + at for at in range(OWN)]
+            tenant = LIGHT if self._draw.random() < LIGHT_SHARE else HEAVY
+            self._at(now, (tenant, blocks))
+        for at in range(len(self._routers)):
+            # Reports come at their own times.
+            self._at(self._draw.random() * REPORT_SECONDS, at)
+        left = options.requests
+        while left:
+            now, _, event = heapq.heappop(self._events)
+            if isinstance(event, int):
+                for seen in self._routers[event][1]:
+                    seen.report()
+                self._at(now + REPORT_SECONDS, event)
+            elif isinstance(event, Request):
+                self._end(event, now)
+                left -= 1
+            else:
+                self._begin(*event, now)
+        mean = options.requests / len(self._backends)
+        waits = sorted(self._waits[LIGHT] + self._waits[HEAVY])
+        return {
+            "routers": len(self._routers),
+            "found_share": round(self._found / self._possible, 4),
+            "wait_mean_s": round(sum(waits) / len(waits), 4),
+            "wait_p99_s": round(waits[len(waits) * 99 // 100], 4),
+            "busiest_to_mean": round(max(one.served for one in self._backends) / mean, 4),
+            "light_wait_s": round(sum(self._waits[LIGHT]) / len(self._waits[LIGHT]), 4),
+            "choice_us": round(1e6 * self._choosing / options.requests, 1),
+        }
+
+    def _at(self, when: float, event: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event))
+
+    def _begin(self, tenant: str, blocks: list[int], now: float) -> None:
+        policy, seen = self._routers[self._draw.randrange(len(self._routers))]
+        begun = time.process_time()
+        chosen = policy.choose(seen, blocks)
+        self._choosing += time.process_time() - begun
+        assert chosen is not None
+        chosen.prefixes.add(blocks)
+        chosen.in_flight += 1
+        chosen.backend.add(Request(tenant, blocks, chosen, now))
+        self._start(chosen.backend, now)
+
+    def _start(self, backend: SimulatedBackend, now: float) -> None:
+        while backend.running < PLACES and (request := backend.next()) is not None:
+            backend.running += 1
+            backend.served += 1
+            found = backend.found(request.blocks)
+            self._found += min(found, SHARED)
+            self._possible += SHARED
+            self._waits[request.tenant].append(now - request.began)
+            self._at(now + ANSWER_SECONDS + BLOCK_SECONDS * (SHARED + OWN - found), request)
+
+    def _end(self, request: Request, now: float) -> None:
+        request.seen.in_flight -= 1
+        request.seen.backend.running -= 1
+        self._start(request.seen.backend, now)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.add_argument("--routers", type=numbers, default=[1, 2, 20])
+    parser.add_argument("--backends", type=at_least(1), default=8)
+    parser.add_argument("--requests", type=at_least(100), default=20_000)
+    parser.add_argument("--prefixes", type=at_least(1), default=300)
+    parser.add_argument("--load", type=float, default=0.8)
+
+
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Run it."""
+    table, rows = report.table(HEADER), []
+    for routers in options.routers:
+        rows.append(Simulation(routers, options).run())
+        table.row(*(rows[-1][name] for name in HEADER))
+    report.save({"settings": report.settings, "rows": rows})
