@@ -118,10 +118,7 @@ def _check_backend(value: str) -> str | None:
             "means an NPU, and this machine shows none (CANN and torch_npu installed?): set torch for its other devices"
         )
     if value in _OTHER_BACKENDS:
-        return (
-            "must be torch, or atb or ms on an NPU: vLLM is a backend of the router (--backend vllm://HOST:PORT) and "
-            "an endpoint of penstock infer, and has no calls for a model that is driven by hand"
-        )
+        return "must be torch, or atb or ms on an NPU: vLLM is a backend of the router, --backend vllm://HOST:PORT"
     return "must be torch, or atb or ms on an NPU"
 
 

@@ -54,7 +54,14 @@ class AdapterDisk:
         Raises InvalidArgument ADAPTER_PATH or ADAPTER_BROKEN, FailedPrecondition ADAPTER_STORE_DENIED, Unavailable
         ADAPTER_STORE_DOWN, and ResourceExhausted ADAPTER_DISK_FULL.
         """
-        until = time.monotonic() + self._seconds
+        try:
+            return self._bring(source, give_up, time.monotonic() + self._seconds)
+        except OSError as error:
+            raise ResourceExhausted(
+                "path: the adapter could not be written below --adapter-root", reason="ADAPTER_DISK_FULL", field="path"
+            ) from error
+
+    def _bring(self, source: Source, give_up: Callable[[], bool], until: float) -> Path:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._turn(until):
             index = self._index()
@@ -134,10 +141,6 @@ class AdapterDisk:
             shutil.rmtree(self._folder / found, ignore_errors=True)
             part.rename(self._folder / found)
             return found
-        except OSError as error:
-            raise ResourceExhausted(
-                "path: the adapter could not be written below --adapter-root", reason="ADAPTER_DISK_FULL", field="path"
-            ) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
 

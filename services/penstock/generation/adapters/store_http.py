@@ -39,7 +39,7 @@ class StoreHttp:
     def text(self, url: str, headers: Mapping[str, str], most_bytes: int) -> bytes:
         """Return a short answer. Raises InvalidArgument, FailedPrecondition and Unavailable as `copy`."""
         with self._answer("GET", url, headers) as answer:
-            data: bytes = answer.read(most_bytes + 1)
+            data = self._read(answer, most_bytes + 1)
         if len(data) > most_bytes:
             raise self._broken()
         return data

@@ -167,6 +167,14 @@ def test_what_came_before_serves_while_its_store_is_away(tmp_path: Path, store: 
         disk.bring(place("b"), never)
 
 
+def test_a_root_that_cannot_be_written_is_told(tmp_path: Path, store: ObjectStore) -> None:
+    store.put("bucket/a", files(1))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceExhausted) as caught:
+        disk_of(tmp_path / "file", store).bring(place("a"), never)
+    assert caught.value.reason == "ADAPTER_DISK_FULL"
+
+
 def test_leftovers_of_a_killed_process_go(tmp_path: Path, store: ObjectStore) -> None:
     (tmp_path / FOLDER / "part-x").mkdir(parents=True)
     (tmp_path / FOLDER / "part-x" / WEIGHTS_FILE).write_bytes(b"x")
