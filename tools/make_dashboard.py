@@ -217,6 +217,8 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
                 (f"sum({GATEWAY}http_connections)", "connections"),
                 (f"sum({GATEWAY}http_anonymous_connections)", "connections without a token"),
                 (f"sum({GATEWAY}kept_responses)", "kept responses"),
+                (f"sum({GATEWAY}kept_conversations)", "kept conversations"),
+                (f"sum({GATEWAY}background_responses_in_flight)", "responses in the background"),
             ],
         ),
         (

@@ -27,6 +27,7 @@ from penstock.common.logging import get_logger
 from penstock.common.metrics import add_process_metrics
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id
 from penstock.gateway.answers import dumps
+from penstock.gateway.background import Background
 from penstock.gateway.batch_routes import cancel_batch, create_batch, get_batch, list_batches
 from penstock.gateway.callers import Callers
 from penstock.gateway.chat import chat_completions
@@ -34,6 +35,16 @@ from penstock.gateway.chat_page import page_routes
 from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Turns
+from penstock.gateway.conversations import (
+    create_conversation,
+    create_items,
+    delete_conversation,
+    delete_item,
+    get_conversation,
+    get_item,
+    list_items,
+    update_conversation,
+)
 from penstock.gateway.endpoint import Door, Endpoint, Handler, call_metadata, shown_authorization
 from penstock.gateway.file_routes import create_file, delete_file, get_file, get_file_content, list_files
 from penstock.gateway.http_errors import (
@@ -48,17 +59,23 @@ from penstock.gateway.http_errors import (
 from penstock.gateway.http_server import HttpServer
 from penstock.gateway.jobs import Jobs
 from penstock.gateway.jobs_port import JobsPort, port_config
+from penstock.gateway.kept_stores import open_stores
 from penstock.gateway.known_paths import meant, methods_of
 from penstock.gateway.line_answers import JobClients, LineAnswers
 from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import BodyBytes, Places
-from penstock.gateway.redis_responses import RedisResponses, is_shared
 from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.request_log import log_request
-from penstock.gateway.response_store import ResponseStore
-from penstock.gateway.responses import count_input_tokens, delete_response, get_response, list_input_items, responses
-from penstock.gateway.sqlite_responses import SqliteResponses
+from penstock.gateway.responses import (
+    cancel_response,
+    compact_response,
+    count_input_tokens,
+    delete_response,
+    get_response,
+    list_input_items,
+    responses,
+)
 from penstock.gateway.text_routes import (
     apply_template,
     detokenize,
@@ -88,6 +105,11 @@ _POST: dict[str, Handler] = {
     "/v1/messages/count_tokens": count_tokens,
     "/v1/responses": responses,
     "/v1/responses/input_tokens": count_input_tokens,
+    "/v1/responses/compact": compact_response,
+    "/v1/responses/{name}/cancel": cancel_response,
+    "/v1/conversations": create_conversation,
+    "/v1/conversations/{name}": update_conversation,
+    "/v1/conversations/{name}/items": create_items,
     "/v1/embeddings": embeddings,
     "/v1/score": score,
     "/v1/files": create_file,
@@ -102,6 +124,9 @@ _GET: dict[str, Handler] = {
     "/v1/models/{name:path}": get_model,
     "/v1/responses/{name}": get_response,
     "/v1/responses/{name}/input_items": list_input_items,
+    "/v1/conversations/{name}": get_conversation,
+    "/v1/conversations/{name}/items": list_items,
+    "/v1/conversations/{name}/items/{item}": get_item,
     "/v1/files": list_files,
     "/v1/files/{name}": get_file,
     "/v1/files/{name}/content": get_file_content,
@@ -115,11 +140,19 @@ _PROBE_SECONDS, _SAVED_SECONDS = 0.001, 0.05
 _PROBES = frozenset(("/health", "/healthz", "/readyz"))
 # They reveal nothing but the program itself, and the chat page asks before its reader has shown a token.
 _PUBLIC = frozenset(("/options",))
-_DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response, "/v1/files/{name}": delete_file}
+_DELETE: dict[str, Handler] = {
+    "/v1/responses/{name}": delete_response,
+    "/v1/conversations/{name}": delete_conversation,
+    "/v1/conversations/{name}/items/{item}": delete_item,
+    "/v1/files/{name}": delete_file,
+}
 # Paths of OpenAI's API and of Anthropic's.
 _OF_BOTH = frozenset(("/v1/models", "/v1/models/{name:path}"))
 # POST routes that read their body themselves, and those that clients send without one.
-_UPLOADS, _MAYBE_EMPTY = frozenset(("/v1/files",)), frozenset(("/v1/batches/{name}/cancel",))
+_UPLOADS = frozenset(("/v1/files",))
+_MAYBE_EMPTY = frozenset(
+    ("/v1/batches/{name}/cancel", "/v1/responses/{name}/cancel", "/v1/responses/compact", "/v1/conversations")
+)
 # Routes with errors in another form than OpenAI's.
 _ERRORS: dict[str, ErrorShape] = {
     "/v1/messages": ANTHROPIC_ERRORS,
@@ -168,11 +201,12 @@ class GatewayApp(OwnServer):
         self._hosts = TrustedHosts(config.host, config.allowed_hosts)
         self._bodies = BodyBytes(config.max_bodies_bytes, config.tenant_share)
         self._tracing = open_tracing(config, self.name)
-        self._responses = _open_store(config)
+        self._kept = open_stores(config)
+        self._background = None if self._kept is None else Background(self._kept, config, self._places, self._metrics)
         self._jobs: Jobs | None = None
         self._grpc: RunningServer | None = None
         if config.has_jobs:
-            lines = LineAnswers(config, JobClients(self._client, config.job_token_file).next, _POST, self._responses)
+            lines = LineAnswers(config, JobClients(self._client, config.job_token_file).next, _POST, self._kept)
             self._jobs = Jobs(config, self._metrics, lines.answer, config.max_body_bytes)
             if config.jobs_port >= 0:
                 port = JobsPort(config, self._jobs, self._callers, self._places)
@@ -191,9 +225,11 @@ class GatewayApp(OwnServer):
         self._metrics.connections.set_function(lambda: self._server.connections)
         self._metrics.strangers.set_function(lambda: self._server.strangers)
         self._metrics.body_bytes.set_function(lambda: self._bodies.held)
-        if (store := self._responses) is not None:
-            self._metrics.responses.set_function(lambda: store.num_responses)
-            self._metrics.response_bytes.set_function(lambda: store.num_bytes)
+        if (kept := self._kept) is not None:
+            self._metrics.responses.set_function(lambda: kept.responses.num_responses)
+            self._metrics.response_bytes.set_function(lambda: kept.responses.num_bytes)
+            self._metrics.conversations.set_function(lambda: kept.conversations.num_conversations)
+            self._metrics.conversation_bytes.set_function(lambda: kept.conversations.num_bytes)
         self._tokens = (
             TokenFile(config.metrics_token_file, "--metrics-token-file") if config.metrics_token_file else None
         )
@@ -240,8 +276,8 @@ class GatewayApp(OwnServer):
 
     async def start(self) -> None:
         """Return once the router serves. Raises StartupError naming --router, --response-store or --job-store."""
-        if self._responses is not None:
-            await self._responses.open()
+        if self._kept is not None:
+            await self._kept.open()
         if self._jobs is not None:
             await self._jobs.open()
         if not self._callers.passes_tokens:
@@ -275,6 +311,8 @@ class GatewayApp(OwnServer):
             except TimeoutError:
                 _log.warning("drain grace is over, live requests end now", requests=self._places.running)
         self._places.is_draining = True
+        if self._background is not None:
+            await self._background.close()
         if self._grpc is not None:
             await self._grpc.stop(drain=False)
         await self._server.close(_CLOSE_SECONDS)
@@ -285,8 +323,8 @@ class GatewayApp(OwnServer):
         if self._jobs is not None:
             await self._jobs.close()
         self._channel.close()
-        if self._responses is not None:
-            await self._responses.close()
+        if self._kept is not None:
+            await self._kept.responses.close()
         if self._health_socket is not None:
             await self._health_socket.close()
         if self._tracing is not None:
@@ -328,7 +366,8 @@ class GatewayApp(OwnServer):
             body_bounds=self._config.body_bounds,
             parsing=asyncio.Semaphore(1),
             metrics=self._metrics,
-            responses=self._responses,
+            kept=self._kept,
+            background=self._background,
             jobs=self._jobs,
         )
 
@@ -414,25 +453,6 @@ class GatewayApp(OwnServer):
 
 def _json(value: object, status: int) -> Response:
     return Response(dumps(value), status, media_type="application/json")
-
-
-def _open_store(config: GatewayConfig) -> ResponseStore | None:
-    """Open the store of /v1/responses; None if it is off. Raises StartupError."""
-    if config.response_store == "off":
-        return None
-    bounds: Any = {
-        "max_responses": config.max_responses,
-        "max_bytes": config.max_response_bytes,
-        "seconds": config.response_seconds,
-    }
-    if not is_shared(config.response_store):
-        return SqliteResponses(config.response_store, **bounds)
-    return RedisResponses(
-        config.response_store,
-        **bounds,
-        timeout_seconds=config.response_store_seconds,
-        connections=config.response_store_connections,
-    )
 
 
 def _client_config(config: GatewayConfig) -> ClientConfig:

@@ -9,16 +9,14 @@ from typing import Any
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.common.units import parse_duration
+from penstock.gateway.caller_metadata import read_metadata
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.places import ANYBODY
-from penstock.gateway.request_fields import typed
 from penstock.jobs.job_records import ENDPOINTS
 
 USUAL_WINDOW = "24h"
 _DAYS = re.compile("([0-9]{1,4})d")
 _DAY_SECONDS = 86400.0
-# OpenAI's bounds.
-_MOST_PAIRS, _MOST_NAME_CHARS, _MOST_VALUE_CHARS = 16, 64, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ def checked_order(
     """
     if endpoint not in ENDPOINTS:
         raise InvalidArgument("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
-    order = BatchOrder(endpoint, window, _seconds(window, config.max_batch_seconds), _metadata(metadata))
+    order = BatchOrder(endpoint, window, _seconds(window, config.max_batch_seconds), read_metadata(metadata))
     if tenant != ANYBODY and not (config.job_token_file or config.channel_token_file):
         raise FailedPrecondition(
             "the router asks for tokens, and this gateway has none for the lines of batches (--job-token-file)",
@@ -61,16 +59,3 @@ def _seconds(window: str, most: float) -> float:
             "completion_window", f"must be a duration such as 24h, at most {most:g} s (--max-batch-seconds)"
         )
     return seconds
-
-
-def _metadata(given: Mapping[str, Any]) -> dict[str, str]:
-    if len(given) > _MOST_PAIRS:
-        raise InvalidArgument("metadata", f"must have at most {_MOST_PAIRS} entries", reason="TOO_MANY")
-    for name, value in given.items():
-        text = typed(value, str, f"metadata.{name[:_MOST_NAME_CHARS]}")
-        if len(name) > _MOST_NAME_CHARS or len(text) > _MOST_VALUE_CHARS or "\0" in name + text:
-            raise InvalidArgument(
-                f"metadata.{name[:_MOST_NAME_CHARS]}",
-                f"must have at most {_MOST_VALUE_CHARS} characters, and its name {_MOST_NAME_CHARS}",
-            )
-    return dict(given)

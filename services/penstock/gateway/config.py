@@ -189,6 +189,52 @@ class GatewayConfig(ProcessConfig, ChannelConfig, JobOptions):
         64 << 20, "Bytes of the kept responses as JSON; the oldest go first.", group=RESPONSES, minimum=1024
     )
 
+    max_conversations: int = option(
+        20_000,
+        "Conversations kept (/v1/conversations); those that nobody changed for the longest time go first.",
+        group=RESPONSES,
+        minimum=1,
+    )
+    max_conversation_bytes: int = option(
+        64 << 20,
+        "Bytes of the kept conversations as JSON; one has at most --max-body-bytes.",
+        group=RESPONSES,
+        minimum=1024,
+    )
+    conversations_share: float = option(
+        0.5,
+        "Share of --max-conversations and of --max-conversation-bytes that one token may have; beyond it, writes are "
+        "refused with 429.",
+        group=RESPONSES,
+        minimum=0.01,
+        maximum=1.0,
+    )
+    conversation_seconds: float = option(
+        30 * 86400.0, "Time that a conversation is kept after its last change.", group=RESPONSES, minimum=1.0
+    )
+    max_background: int = option(
+        256,
+        "Responses in progress with background true; each also has one of --max-requests. More are refused with 429.",
+        group=RESPONSES,
+        minimum=1,
+    )
+    background_event_bytes: int = option(
+        64 << 20,
+        "Events of streamed responses in the background that may be read again; the oldest responses' go first.",
+        group=RESPONSES,
+        minimum=64 << 10,
+    )
+    background_event_seconds: float = option(
+        600.0, "Time for which these events are kept after a response's end.", group=RESPONSES, minimum=0.0
+    )
+    background_lease_seconds: float = option(
+        6.0,
+        "A response in the background has failed when its gateway gives no sign of life for this long. For a shared "
+        "store; a cancel at another gateway takes up to a third of it.",
+        group=RESPONSES,
+        minimum=0.3,
+    )
+
     def validate(self) -> None:
         """Raises StartupError naming the flag."""
         super().validate()

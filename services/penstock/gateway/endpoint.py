@@ -23,11 +23,7 @@ from typing import Any, cast
 import grpc
 from penstock_client import AsyncClient, Delta
 
-from penstock.common.errors import (
-    DeadlineExceeded,
-    PenstockError,
-    from_rpc_error,
-)
+from penstock.common.errors import PenstockError, from_rpc_error
 from penstock.common.idle_only import IDLE_ONLY_KEY, is_idle_only
 from penstock.common.logging import bind_trace, get_logger
 from penstock.common.needed_scope import NEEDED_SCOPE_KEY, needed_scope
@@ -44,6 +40,7 @@ from penstock.common.tracing import (
     parse_context,
 )
 from penstock.gateway.answers import merged
+from penstock.gateway.background import Background
 from penstock.gateway.callers import Caller, Callers
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.followed import Followed
@@ -54,16 +51,17 @@ from penstock.gateway.http_errors import (
     HttpError,
     error_headers,
     internal,
+    known_errors,
     status_of,
 )
 from penstock.gateway.http_server import HttpConnection, connection_of
 from penstock.gateway.jobs import Jobs
 from penstock.gateway.json_body import BodyBounds, parse_object
+from penstock.gateway.kept_stores import KeptStores
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
 from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.request_log import Tokens, log_request
-from penstock.gateway.response_store import ResponseStore
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -137,8 +135,12 @@ class HttpCall:
     content_type: bytes = b""
     # None: files and batches are off.
     jobs: Jobs | None = None
+    # Id of an item within what `tail` names, as in /v1/conversations/ID/items/ITEM.
+    item: str = ""
     # None: /v1/responses keeps none.
-    responses: ResponseStore | None = None
+    kept: KeptStores | None = None
+    # None: there are none, or not here, as in a batch.
+    background: Background | None = None
     # Names of the chat's tools with a text as input.
     custom_tools: frozenset[str] = frozenset()
     # Tokens counted for the log.
@@ -207,7 +209,8 @@ class Door:
     body_bounds: BodyBounds
     parsing: asyncio.Semaphore
     metrics: GatewayMetrics
-    responses: ResponseStore | None
+    kept: KeptStores | None
+    background: Background | None
     jobs: Jobs | None
 
 
@@ -307,18 +310,21 @@ class Endpoint:
     def _call(
         self, exchange: _Exchange, scope: Scope, caller: Caller, shown: bytes | None, body: dict[str, Any]
     ) -> HttpCall:
+        placed = scope.get("path_params", {})
         return HttpCall(
             body,
             caller.client,
             self._door.config,
-            str(scope.get("path_params", {}).get("name", "")),
+            str(placed.get("name", "")),
             request_id=exchange.request_id,
             header_id=exchange.request_id,
             query=scope.get("query_string", b"").decode("latin-1"),
             is_anthropic=exchange.is_anthropic,
             owner=owner_of(shown),
             tenant=caller.tenant,
-            responses=self._door.responses,
+            item=str(placed.get("item", "")),
+            kept=self._door.kept,
+            background=self._door.background,
             jobs=self._door.jobs,
         )
 
@@ -514,7 +520,7 @@ class _Exchange:
 
     async def take(self, handler: Handler, call: HttpCall) -> None:
         """Let the handler read an upload, and send its answer. Raises PenstockError."""
-        answer = await _checked(handler(call))
+        answer = await known_errors(handler(call))
         assert isinstance(answer, bytes)
         await self._send_whole(200, answer, call.headers())
 
@@ -522,7 +528,7 @@ class _Exchange:
         """Let the handler answer while there is a reader. Raises PenstockError while nothing is sent."""
         watcher = asyncio.create_task(self._watch())
         try:
-            answer = await _checked(handler(call))
+            answer = await known_errors(handler(call))
             if isinstance(answer, bytes):
                 await self._send_whole(200, answer, call.headers())
             elif isinstance(answer, FileContent):
@@ -568,7 +574,7 @@ class _Exchange:
     async def _stream(self, answer: Followed | AsyncIterator[bytes], call: HttpCall) -> None:
         """Send pieces as they come. The status follows the first piece: until then an error can have its own status."""
         try:
-            first = await _checked(answer.first() if isinstance(answer, Followed) else anext(answer))
+            first = await known_errors(answer.first() if isinstance(answer, Followed) else anext(answer))
             self._metrics.first_token.observe_traced(time.monotonic() - self._begin, exemplar())
             self.status = 200
             await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *call.headers()]})
@@ -637,18 +643,3 @@ class _Exchange:
         self._sending_since = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         self._sending_since = None
-
-
-async def _checked(work: Awaitable[Any]) -> Any:
-    """Await `work`. Raises PenstockError for every error in it."""
-    try:
-        return await work
-    except PenstockError:
-        raise
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
-    except TimeoutError as error:
-        raise DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED") from error
-    except Exception as error:
-        _log.exception("a request failed")
-        raise internal() from error

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from penstock.common.errors import Internal, InvalidArgument, NotFound, PenstockError
+from penstock.common.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    from_rpc_error,
+)
+from penstock.common.logging import get_logger
 
 _Code = grpc.StatusCode
 _STATUSES: Mapping[_Code, tuple[int, str]] = {
@@ -48,6 +56,7 @@ _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 501: "api_error"
 _TOOL = re.compile(r"tools\[\d+\]")
 _CALL = re.compile(r"(\.tool_calls\[\d+\]\.)(name|arguments)$")
 _SECTIONS = ("config", "stop", "output", "constraint")
+_log = get_logger("penstock.gateway")
 
 
 class HttpError(PenstockError):
@@ -173,6 +182,21 @@ def http_name(field: str, names: Mapping[str, str]) -> str:
 def internal() -> Internal:
     """The error for a fault that is in the log."""
     return Internal("internal error; the log has the cause", reason="INTERNAL")
+
+
+async def known_errors(work: Awaitable[Any]) -> Any:
+    """Await `work`. Raises PenstockError for every error in it."""
+    try:
+        return await work
+    except PenstockError:
+        raise
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except TimeoutError as error:
+        raise DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED") from error
+    except Exception as error:
+        _log.exception("a request failed")
+        raise internal() from error
 
 
 def no_route(meant: str | None = None) -> NotFound:

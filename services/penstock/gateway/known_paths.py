@@ -46,4 +46,4 @@ def _is_alike(asked: list[str], known: list[str]) -> bool:
 
 
 def _shown(path: str) -> str:
-    return path.replace("{name:path}", "NAME").replace("{name}", "NAME")
+    return path.replace("{name:path}", "NAME").replace("{name}", "NAME").replace("{item}", "ITEM")

@@ -19,7 +19,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import Handler, HttpCall
 from penstock.gateway.http_errors import OPENAI_ERRORS, internal, status_of
 from penstock.gateway.json_body import parse_object
-from penstock.gateway.response_store import ResponseStore
+from penstock.gateway.kept_stores import KeptStores
 from penstock.jobs.batch_runner import LineOutcome
 from penstock.jobs.job_records import ENDPOINTS, TakenLine
 
@@ -50,12 +50,12 @@ class LineAnswers:
         config: GatewayConfig,
         client: Callable[[], AsyncClient],
         handlers: Mapping[str, Handler],
-        responses: ResponseStore | None,
+        kept: KeptStores | None,
     ) -> None:
         """`client`: returns that of the next call. `handlers`: by the paths of their routes."""
         # A line waits for as long as others are there.
         self._config = dataclasses.replace(config, answer_seconds=None)
-        self._client, self._handlers, self._responses = client, handlers, responses
+        self._client, self._handlers, self._kept = client, handlers, kept
 
     async def answer(self, line: TakenLine, data: bytes) -> LineOutcome:
         """Return the answer to a line, or that there is none now."""
@@ -71,7 +71,7 @@ class LineAnswers:
                 request_id=request_id,
                 header_id=request_id,
                 owner=line.owner,
-                responses=self._responses,
+                kept=self._kept,
             )
             answer = await self._handlers[line.endpoint](call)
             if not isinstance(answer, bytes):

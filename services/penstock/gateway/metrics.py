@@ -58,6 +58,24 @@ class GatewayMetrics:
         )
         self.responses = Gauge(PREFIX + "kept_responses", "Responses kept for /v1/responses.", registry=registry)
         self.response_bytes = Gauge(PREFIX + "kept_response_bytes", "Bytes of the kept responses.", registry=registry)
+        self.conversations = Gauge(
+            PREFIX + "kept_conversations", "Conversations kept for /v1/conversations.", registry=registry
+        )
+        self.conversation_bytes = Gauge(
+            PREFIX + "kept_conversation_bytes", "Bytes of the kept conversations.", registry=registry
+        )
+        self.background = Gauge(
+            PREFIX + "background_responses_in_flight",
+            "Responses that are made in the background now.",
+            registry=registry,
+        )
+        ended = Counter(
+            PREFIX + "background_responses_total",
+            "Responses of the background that ended, by status: completed, incomplete, cancelled, failed.",
+            ("status",),
+            registry=registry,
+        )
+        self.background_ended: Callable[..., Counter] = cache(ended.labels)
         self.files = Gauge(
             PREFIX + "kept_files", "Files of /v1/files, answers of batches among them.", registry=registry
         )

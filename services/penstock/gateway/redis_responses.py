@@ -7,19 +7,11 @@ All keys have one hash tag, so that a cluster keeps them on one node and a scrip
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
 
-from penstock.common.errors import StartupError
-from penstock.common.logging import get_logger
-from penstock.gateway.response_store import StoredResponse, StoreFailed, check_fits, encode_response
+from penstock.gateway.redis_place import RedisPlace
+from penstock.gateway.response_store import StoredResponse, check_fits, encode_response
 
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
-_log = get_logger("penstock.gateway")
-# Valkey speaks Redis' protocol; the library knows only the older names.
-SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 _KEYS = tuple(f"{{penstock:responses}}:{name}" for name in ("entries", "ages", "sizes", "total"))
 _ENTRIES, _AGES, _, _TOTAL = _KEYS
 # Expired rows that one call removes: a script holds up the whole server.
@@ -43,13 +35,20 @@ local seconds, most, most_bytes = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 for _, old in ipairs(redis.call('ZRANGEBYSCORE', ages, '-inf', now, 'LIMIT', 0, {_LEAVE_AT_ONCE})) do remove(old) end
+local ends = now + seconds
+if ARGV[7] == '0' then
+  -- It is there, or was deleted meanwhile; its life does not begin again.
+  ends = redis.call('ZSCORE', ages, name)
+  if not ends then {_COUNTS}, 0}} end
+end
 remove(name)
 redis.call('HSET', entries, name, entry)
-redis.call('ZADD', ages, now + seconds, name)
+redis.call('ZADD', ages, ends, name)
 redis.call('HSET', sizes, name, size)
 redis.call('INCRBY', total, size)
 while redis.call('ZCARD', ages) > most or tonumber(redis.call('GET', total)) > most_bytes do
-  local oldest = redis.call('ZRANGE', ages, 0, 0)[1]
+  local old = redis.call('ZRANGE', ages, 0, 1)
+  local oldest = old[1] == name and old[2] or old[1]
   if oldest == name then
     -- There is no other, so the sum was that of rows that were evicted.
     redis.call('SET', total, size)
@@ -58,14 +57,9 @@ while redis.call('ZCARD', ages) > most or tonumber(redis.call('GET', total)) > m
   remove(oldest)
 end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, math.ceil(seconds * 1000)) end
-{_COUNTS}}}
+{_COUNTS}, 1}}
 """
 _DELETE = f"{_REMOVE}\nlocal removed = remove(ARGV[1])\n{_COUNTS}, removed}}"
-
-
-def is_shared(place: str) -> bool:
-    """True for the address of a server rather than a file."""
-    return urlsplit(place).scheme in SCHEMES
 
 
 class RedisResponses:
@@ -79,54 +73,33 @@ class RedisResponses:
         `timeout_seconds`: for each call to the server. `connections`: most connections to it.
         """
         self._max_responses, self._max_bytes, self._seconds = max_responses, max_bytes, seconds
-        # The address for messages, without its password.
-        parts = urlsplit(url)
-        self._shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
         self.num_responses = self.num_bytes = 0
-        try:
-            from redis.asyncio import BlockingConnectionPool, Redis
-            from redis.exceptions import RedisError
-        except ImportError as error:
-            raise self._refusal("a shared store needs the package redis: pip install 'penstock[redis]'") from error
-        self._error = RedisError
-        try:
-            pool = BlockingConnectionPool.from_url(
-                urlunsplit(parts._replace(scheme=SCHEMES[parts.scheme])),
-                max_connections=connections,
-                timeout=timeout_seconds,
-                socket_timeout=timeout_seconds,
-                socket_connect_timeout=timeout_seconds,
-            )
-        except ValueError as error:
-            raise self._refusal(str(error)) from error
-        self._redis: Redis = Redis(connection_pool=pool)
+        self.place = RedisPlace(url, timeout_seconds=timeout_seconds, connections=connections)
+        self._redis = self.place.redis
         self._put = self._redis.register_script(_PUT)
         self._delete = self._redis.register_script(_DELETE)
 
-    def _refusal(self, why: str) -> StartupError:
-        return StartupError(f"--response-store {self._shown}: {why}", flag="--response-store")
-
     async def open(self) -> None:
         """See ResponseStore. Nobody waits for a server that is not there yet: a warning says so."""
-        from redis.exceptions import AuthenticationError, ResponseError
-
-        try:
-            self.num_responses, total = await self._redis.zcard(_AGES), await self._redis.get(_TOTAL)
-            self.num_bytes = int(total or 0)
-        except (AuthenticationError, ResponseError) as error:
-            # A wrong password or database, or missing rights.
-            raise self._refusal(str(error)) from error
-        except (self._error, OSError) as error:
-            _log.warning(
-                "the store of responses cannot be reached: no response is kept until it can", cause=_why(error)
-            )
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.zcard(_AGES)
+        pipe.get(_TOTAL)
+        if (counts := await self.place.first(pipe.execute())) is not None:
+            self.num_responses, self.num_bytes = counts[0], int(counts[1] or 0)
 
     async def close(self) -> None:
         """See ResponseStore."""
-        await self._redis.aclose(close_connection_pool=True)
+        await self.place.close()
 
     async def put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
         """See ResponseStore."""
+        await self._write(caller, stored, previous, is_new=True)
+
+    async def replace(self, caller: str, stored: StoredResponse, previous: str | None) -> bool:
+        """See ResponseStore."""
+        return await self._write(caller, stored, previous, is_new=False)
+
+    async def _write(self, caller: str, stored: StoredResponse, previous: str | None, *, is_new: bool) -> bool:
         given, response = encode_response(stored)
         size = len(given) + len(response)
         check_fits(size, self._max_bytes)
@@ -137,10 +110,10 @@ class RedisResponses:
             response,
         )
         name = _name(caller, stored.response_id)
-        counts = await self._call(
-            self._put(_KEYS, (name, entry, size, self._seconds, self._max_responses, self._max_bytes))
-        )
+        bounds = (self._seconds, self._max_responses, self._max_bytes)
+        *counts, is_written = await self.place.call(self._put(_KEYS, (name, entry, size, *bounds, int(is_new))))
         self.num_responses, self.num_bytes = counts
+        return bool(is_written)
 
     async def get(self, caller: str, response_id: str) -> StoredResponse | None:
         """See ResponseStore."""
@@ -164,7 +137,7 @@ class RedisResponses:
 
     async def delete(self, caller: str, response_id: str) -> bool:
         """See ResponseStore."""
-        *counts, removed = await self._call(self._delete(_KEYS, (_name(caller, response_id),)))
+        *counts, removed = await self.place.call(self._delete(_KEYS, (_name(caller, response_id),)))
         self.num_responses, self.num_bytes = counts
         return bool(removed)
 
@@ -175,22 +148,12 @@ class RedisResponses:
         pipe.hget(_ENTRIES, name)
         pipe.zscore(_AGES, name)
         pipe.time()
-        entry, ends, (seconds, microseconds) = await self._call(pipe.execute())
+        entry, ends, (seconds, microseconds) = await self.place.call(pipe.execute())
         if entry is None or ends is None or ends <= seconds + microseconds / 1e6:
             return None
         found: dict[str, Any] = json.loads(entry)
         return found
 
-    async def _call(self, call: Any) -> Any:
-        try:
-            return await call
-        except (self._error, OSError) as error:
-            raise StoreFailed(_why(error)) from error
-
 
 def _name(caller: str, response_id: str) -> str:
     return f"{caller}:{response_id}"
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -45,19 +45,19 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def read_items(given: Any) -> list[dict[str, Any]]:
-    """Return `input` as items with types and ids. Raises InvalidArgument naming an item."""
+def read_items(given: Any, field: str = "input") -> list[dict[str, Any]]:
+    """Return the value of a field as items with types and ids. Raises InvalidArgument naming an item."""
     if isinstance(given, str):
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
     if not isinstance(given, list) or not given:
-        raise InvalidArgument("input", "must be a text or a list with at least one item")
+        raise InvalidArgument(field, "must be a text or a list with at least one item")
     found = []
     for number, item in enumerate(given):
-        typed(item, dict, f"input[{number}]")
+        typed(item, dict, f"{field}[{number}]")
         kind = item.get("type") or ("message" if "role" in item else None)
         if not isinstance(kind, str) or not (kind in _PREFIXES or kind in _KEPT or _action_of(kind)):
             raise InvalidArgument(
-                f"input[{number}].type",
+                f"{field}[{number}].type",
                 "must be message, reasoning, a call or its output, or an item of another server's tool",
             )
         found.append({"id": new_id(_PREFIXES.get(kind, "item")), **item, "type": kind})
@@ -69,22 +69,24 @@ def _action_of(kind: str) -> str | None:
     return _ACTIONS.get(kind.removesuffix("_output"))
 
 
-def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall) -> list[dict[str, Any]]:
+def conversation_of(
+    items: Sequence[dict[str, Any]], first: int, call: HttpCall, field: str = "input"
+) -> list[dict[str, Any]]:
     """Turn items into messages in the client's form.
 
-    `first` is the place of the first item of `input`: those before it come from earlier responses. Raises
+    `first` is the place of the first item of `field`: those before it come from earlier responses. Raises
     InvalidArgument naming item and field.
     """
     found: list[dict[str, Any]] = []
     reasoning: list[str] = []
     for number, item in enumerate(items):
-        where = f"input[{number - first}]"
+        where = f"{field}[{number - first}]"
         kind = item["type"]
         if kind == "reasoning":
             said = read_content(item.get("content") or item.get("summary"), f"{where}.content", "assistant", call)
             reasoning.append(said.reasoning or said.text)
         elif kind in _KEPT:
-            call.ignore(f"input[].{kind}")
+            call.ignore(f"{field}[].{kind}")
         elif kind.endswith("_output"):
             found.append(
                 {

@@ -50,6 +50,9 @@ class ResponseStore(Protocol):
     async def put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
         """Keep a response; the oldest go when there are too many."""
 
+    async def replace(self, caller: str, stored: StoredResponse, previous: str | None) -> bool:
+        """Write a kept response anew, as old as it was; False if the caller has none with its id any more."""
+
     async def get(self, caller: str, response_id: str) -> StoredResponse | None:
         """Return a response; None if the caller has none with this id."""
 

@@ -5,51 +5,37 @@ The form is that of https://platform.openai.com/docs/api-reference/responses, as
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
-from urllib.parse import parse_qs
 
-from penstock_client import AsyncStream, Delta, Usage
+from penstock_client import AsyncStream
 
-from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from penstock.common.logging import get_logger
-from penstock.gateway.answers import chat_logprobs, dumps, extras, merged, named_event, usage_of
+from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from penstock.gateway.answers import dumps, merged
+from penstock.gateway.background import is_under_way
+from penstock.gateway.background_responses import (
+    background_of,
+    begin_background,
+    cancel_background,
+    show_response,
+)
+from penstock.gateway.caller_metadata import read_metadata
+from penstock.gateway.conversation_turn import conversation_id_of, items_before
 from penstock.gateway.custom_tools import ToolNames, allowed_of, as_function, check_forced, is_elsewhere, joined, only
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.http_errors import HttpError
 from penstock.gateway.json_output import read_form
 from penstock.gateway.request_fields import Fields, checked, checked_call, options_of, typed
-from penstock.gateway.response_items import Event, OutputItems, conversation_of, new_id, read_items
-from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
+from penstock.gateway.response_items import conversation_of, new_id, read_items
+from penstock.gateway.response_progress import ResponsePlan, ResponseProgress, keep
+from penstock.gateway.response_store import StoredResponse
+from penstock.gateway.store_access import asking_store, items_page, kept_of
 
 # Fields without effect here.
 _IDLE = (
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options"),
 )
 _LOGPROBS = "message.output_text.logprobs"
-_LIMIT = re.compile("[0-9]{1,3}")
-_INCOMPLETE = {"LENGTH", "MAX_TIME", "ABORTED"}
-_log = get_logger("penstock.gateway")
-
-
-@dataclass(slots=True)
-class _ResponsePlan:
-    """A parsed request."""
-
-    response_id: str
-    # Fields of the answer that repeat the request.
-    echo: dict[str, Any]
-    input: list[dict[str, Any]]
-    previous: str | None
-    is_stored: bool
-    open: Callable[[], AsyncStream]
-    # Render the prompt: its text and ids.
-    render: Callable[[], Awaitable[tuple[str, list[int]]]]
-    tool_names: ToolNames
 
 
 async def responses(call: HttpCall) -> Answer:
@@ -57,15 +43,17 @@ async def responses(call: HttpCall) -> Answer:
     fields = Fields(call)
     is_stream = fields.get("stream", bool, False)
     plan = await _read(fields, call)
+    if plan.is_background:
+        return await begin_background(plan, call, is_stream=is_stream)
     if is_stream:
         return _events(plan, call)
-    items = OutputItems(plan.tool_names)
+    progress = ResponseProgress(plan)
     async with plan.open() as stream:
         async for delta in stream:
-            _take(items, delta)
-        response = _ended(plan, stream, items, int(time.time()))[0]
+            progress.take((delta,))
+        response = progress.end(stream)[0]
         call.request_id = stream.state.started.request_id  # type: ignore[union-attr] # it has
-    return dumps(await _keep(plan, call, response))
+    return dumps(await keep(plan, call, response))
 
 
 async def count_input_tokens(call: HttpCall) -> Answer:
@@ -78,55 +66,37 @@ async def count_input_tokens(call: HttpCall) -> Answer:
 
 
 async def get_response(call: HttpCall) -> Answer:
-    """Answer with a kept response. Raises NotFound."""
-    return dumps((await _stored(call)).response)
+    """Answer with a kept response, or with its events. Raises NotFound, InvalidArgument, FailedPrecondition."""
+    return await show_response(call, await _stored(call))
+
+
+async def cancel_response(call: HttpCall) -> Answer:
+    """End a response that is made in the background. Raises NotFound, FailedPrecondition."""
+    return await cancel_background(call, await _stored(call))
+
+
+async def compact_response(call: HttpCall) -> Answer:
+    """Refuse to compact a conversation."""
+    raise FailedPrecondition(
+        "compaction is not supported: send fewer items, or a summary that a response made",
+        reason="COMPACTION_NOT_SUPPORTED",
+    )
 
 
 async def list_input_items(call: HttpCall) -> Answer:
     """Answer with the items of a response's request, the last first. Raises NotFound, InvalidArgument."""
-    stored = await _stored(call)
-    asked = {name: values[-1] for name, values in parse_qs(call.query).items()}
-    order, limit = asked.get("order", "desc"), asked.get("limit", "20")
-    if order not in ("asc", "desc"):
-        raise InvalidArgument("order", "must be asc or desc")
-    if _LIMIT.fullmatch(limit) is None or not 1 <= int(limit) <= 100:
-        raise InvalidArgument("limit", "must be from 1 to 100")
-    items = stored.input if order == "asc" else stored.input[::-1]
-    if (after := asked.get("after")) is not None:
-        places = [number for number, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise InvalidArgument("after", "must be the id of one of the items")
-        items = items[places[0] + 1 :]
-    shown = items[: int(limit)]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return dumps({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
+    return items_page((await _stored(call)).input, call)
 
 
 async def delete_response(call: HttpCall) -> Answer:
-    """Delete a kept response. Raises NotFound."""
-    with _asking_store():
-        was_there = await _store(call).delete(call.owner, call.tail)
+    """Delete a kept response; one that is being made ends. Raises NotFound."""
+    with asking_store():
+        was_there = await kept_of(call).responses.delete(call.owner, call.tail)
+        if was_there and call.background is not None:
+            await call.background.forget(call.owner, call.tail)
     if not was_there:
         raise _unknown(call.tail)
     return dumps({"id": call.tail, "object": "response", "deleted": True})
-
-
-def _store(call: HttpCall) -> ResponseStore:
-    if call.responses is None:
-        raise FailedPrecondition("this gateway keeps no responses (--response-store)", reason="RESPONSE_STORE_OFF")
-    return call.responses
-
-
-@contextmanager
-def _asking_store() -> Iterator[None]:
-    """Turn a store's failure into the caller's error."""
-    try:
-        yield
-    except StoreFailed as error:
-        _log.error("the store of responses failed", error=str(error))
-        raise Unavailable(
-            "the store of responses does not answer: try again, or send all items", reason="RESPONSE_STORE_DOWN"
-        ) from error
 
 
 def _unknown(response_id: str) -> NotFound:
@@ -136,14 +106,14 @@ def _unknown(response_id: str) -> NotFound:
 
 
 async def _stored(call: HttpCall) -> StoredResponse:
-    with _asking_store():
-        found = await _store(call).get(call.owner, call.tail)
+    with asking_store():
+        found = await kept_of(call).responses.get(call.owner, call.tail)
     if found is None:
         raise _unknown(call.tail)
     return found
 
 
-async def _read(fields: Fields, call: HttpCall) -> _ResponsePlan:
+async def _read(fields: Fields, call: HttpCall) -> ResponsePlan:
     """Parse the request. Raises PenstockError naming a field."""
     options = options_of(fields, call)
     if (most := fields.maybe("max_output_tokens", int)) is not None:
@@ -163,15 +133,23 @@ async def _read(fields: Fields, call: HttpCall) -> _ResponsePlan:
     parallel = fields.maybe("parallel_tool_calls", bool)
     instructions = fields.maybe("instructions", str)
     options["model"] = fields.get("model", str, "")
-    metadata = fields.get("metadata", dict, {})
+    metadata = read_metadata(fields.get("metadata", dict, {}))
     _refuse_others(fields)
-    previous = fields.maybe("previous_response_id", str)
-    store = fields.maybe("store", bool)
+    previous, conversation = fields.maybe("previous_response_id", str), conversation_id_of(fields)
+    if previous is not None and conversation is not None:
+        raise InvalidArgument("conversation", "does not go together with previous_response_id")
+    store, is_background = fields.maybe("store", bool), fields.get("background", bool, False)
+    if is_background:
+        background_of(call)
+        if store is False:
+            raise InvalidArgument("store", "must not be false with background: the response is read from the store")
     given = read_items(fields.raw("input"))
     for name in _IDLE:
         fields.raw(name)
     fields.done()
     earlier = await _earlier(call, previous) if previous is not None else []
+    if conversation is not None:
+        earlier = await items_before(call, conversation)
     messages = conversation_of([*earlier, *given], len(earlier), call)
     call.names["messages"] = "input"
     if instructions is not None:
@@ -207,12 +185,14 @@ async def _read(fields: Fields, call: HttpCall) -> _ResponsePlan:
             schema="parameters",
         )
 
-    is_stored = store is not False and call.responses is not None
+    is_stored = store is not False and call.kept is not None
     echo = {
         "instructions": instructions,
         "max_output_tokens": options.get("max_new_tokens"),
         "parallel_tool_calls": parallel is not False,
         "previous_response_id": previous,
+        "conversation": None if conversation is None else {"id": conversation},
+        "background": is_background,
         "reasoning": {"effort": effort, "summary": None},
         "store": is_stored,
         "temperature": options.get("temperature"),
@@ -223,14 +203,26 @@ async def _read(fields: Fields, call: HttpCall) -> _ResponsePlan:
         "truncation": "disabled",
         "metadata": metadata,
     }
-    return _ResponsePlan(new_id("resp"), echo, given, previous, is_stored, send, render, names)
+    return ResponsePlan(
+        response_id=new_id("resp"),
+        model=options["model"],
+        echo=echo,
+        input=given,
+        previous=previous,
+        conversation=conversation,
+        is_stored=is_stored,
+        is_background=is_background,
+        open=send,
+        render=render,
+        tool_names=names,
+    )
 
 
 async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
     """Return the items of a response and of all those before it. Raises InvalidArgument."""
     try:
-        with _asking_store():
-            chain = await _store(call).chain(call.owner, previous, call.config.max_body_bytes)
+        with asking_store():
+            chain = await kept_of(call).responses.chain(call.owner, previous, call.config.max_body_bytes)
     except OverflowError:
         raise HttpError(
             413,
@@ -244,18 +236,21 @@ async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
             "no such response of this caller: it, or one before it, was never kept, deleted, or is too old",
             reason="PREVIOUS_RESPONSE_NOT_FOUND",
         )
+    if is_under_way(chain[-1].response):
+        raise InvalidArgument(
+            "previous_response_id", "is of a response that has not ended yet", reason="PREVIOUS_RESPONSE_NOT_READY"
+        )
     return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
 
 
 def _refuse_others(fields: Fields) -> None:
     """Raise InvalidArgument for a field that would change the answer and is not supported."""
-    if fields.raw("background"):
-        raise InvalidArgument("background", "is not supported: stream, or wait for the answer")
     if fields.raw("truncation") not in (None, "disabled"):
         raise InvalidArgument("truncation", "must be disabled: too long a prompt is refused")
-    for name in ("conversation", "prompt"):
-        if fields.raw(name):
-            raise InvalidArgument(name, "is not supported: use previous_response_id, or send the items")
+    if fields.raw("prompt"):
+        raise InvalidArgument("prompt", "is not supported: send the items")
+    if fields.raw("context_management"):
+        raise InvalidArgument("context_management", "is not supported: nothing is compacted, send fewer items")
 
 
 def _take_text(fields: Fields, options: dict[str, Any], call: HttpCall) -> dict[str, Any]:
@@ -294,6 +289,10 @@ def _add_tool(
         for number, one in enumerate(typed(tool.get("tools"), list, f"{at}.tools")):
             _add_tool(tools, names, one, f"{at}.tools[{number}]", call, space)
         return
+    if kind == "mcp":
+        raise InvalidArgument(
+            f"{at}.type", "must not be mcp: this server calls no tools itself; send the MCP server's tools as functions"
+        )
     if is_elsewhere(kind):
         call.ignore(f"tools[].{kind[:64]}")
         return
@@ -336,103 +335,21 @@ def _tool_choice(
     return tools, {"name": joined(space, name) if isinstance(space, str) else name}, choice
 
 
-def _take(items: OutputItems, delta: Delta) -> list[Event]:
-    """Add a delta to the items; return the events for it."""
-    found = items.reason(delta.reasoning) if delta.reasoning else []
-    if delta.text or (delta.logprobs and not (delta.reasoning or delta.tool_calls)):
-        found += items.write(delta.text, chat_logprobs(delta.logprobs)["content"] if delta.logprobs else [])
-    for piece in delta.tool_calls:
-        found += items.call(piece.index, piece.id, piece.name, piece.arguments)
-    return found
-
-
-def _response(plan: _ResponsePlan, started: Any, status: str, **more: Any) -> dict[str, Any]:
-    return {
-        "id": plan.response_id,
-        "object": "response",
-        "created_at": more.pop("created_at"),
-        "status": status,
-        "error": None,
-        "incomplete_details": None,
-        "model": started.model,
-        "output": [],
-        **plan.echo,
-        "usage": None,
-        **more,
-    }
-
-
-def _ended(
-    plan: _ResponsePlan, stream: AsyncStream, items: OutputItems, created_at: int
-) -> tuple[dict[str, Any], list[Event]]:
-    """Return the response, and the events of its last item."""
-    state = stream.state
-    started, finished = state.started, state.finished
-    is_cut = (state.choices[0].finish_reason or "") in _INCOMPLETE
-    status = "incomplete" if is_cut else "completed"
-    last = items.end(status)
-    usage = usage_of([Usage.of(finished.usage)])  # type: ignore[union-attr] # the stream has ended
-    return (
-        _response(
-            plan,
-            started,
-            status,
-            created_at=created_at,
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            output=items.items,
-            usage={
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
-                "total_tokens": usage["total_tokens"],
-            },
-            penstock=extras(started, finished),
-        ),
-        last,
-    )
-
-
-async def _keep(plan: _ResponsePlan, call: HttpCall, response: dict[str, Any]) -> dict[str, Any]:
-    """Keep a response if it is to be kept; return it. If that fails, the response says so."""
-    call.tokens.prompt += response["usage"]["input_tokens"]
-    call.tokens.output += response["usage"]["output_tokens"]
-    if not plan.is_stored or call.responses is None:
-        return response
-    try:
-        await call.responses.put(call.owner, StoredResponse(response, plan.input), plan.previous)
-    except StoreFailed as error:
-        _log.error("a response was not kept", error=str(error))
-        return {**response, "store": False}
-    return response
-
-
-async def _events(plan: _ResponsePlan, call: HttpCall) -> AsyncIterator[bytes]:
+async def _events(plan: ResponsePlan, call: HttpCall) -> AsyncIterator[bytes]:
     """Events of a streamed answer: the response's start, its items in order, its end."""
-    items = OutputItems(plan.tool_names)
-    number = 0
-    created_at = 0
-
-    def made(events: list[Event]) -> bytes:
-        nonlocal number
-        found = []
-        for name, value in events:
-            found.append(named_event(name, {"sequence_number": number, **value}))
-            number += 1
-        return b"".join(found)
+    progress = ResponseProgress(plan)
 
     def begin(started: Any) -> bytes:
-        nonlocal created_at
-        created_at, call.request_id = int(time.time()), started.request_id
-        response = _response(plan, started, "in_progress", created_at=created_at)
-        return made([("response.created", {"response": response}), ("response.in_progress", {"response": response})])
+        call.request_id = started.request_id
+        begun = progress.begin(started)
+        return b"".join(progress.numbered([("response.created", begun[0][1]), *begun]))
 
     async with plan.open() as stream:
         while deltas := merged(await stream.read()):
-            first = b"" if created_at else begin(stream.state.started)
-            if piece := first + b"".join([made(_take(items, delta)) for delta in deltas]):
+            first = b"" if progress.has_begun else begin(stream.state.started)
+            if piece := first + b"".join(progress.numbered(progress.take(deltas))):
                 yield piece
-        first = b"" if created_at else begin(stream.state.started)
-        response, last = _ended(plan, stream, items, created_at)
-    response = await _keep(plan, call, response)
-    yield first + made([*last, (f"response.{response['status']}", {"response": response})])
+        first = b"" if progress.has_begun else begin(stream.state.started)
+        response, last = progress.end(stream)
+    response = await keep(plan, call, response)
+    yield first + b"".join(progress.numbered([*last, (f"response.{response['status']}", {"response": response})]))

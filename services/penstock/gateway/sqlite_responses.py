@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from penstock.common.errors import StartupError
-from penstock.gateway.response_store import StoredResponse, StoreFailed, check_fits, encode_response
+from penstock.gateway.response_store import StoredResponse, check_fits, encode_response
+from penstock.gateway.sqlite_place import SqlitePlace
 
-T = TypeVar("T")
-MEMORY = "memory"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, caller TEXT NOT NULL, previous TEXT, expires REAL NOT NULL, size INTEGER NOT NULL,
@@ -38,67 +32,41 @@ class SqliteResponses:
         Raises StartupError naming the flag.
         """
         self._max_responses, self._max_bytes, self._seconds = max_responses, max_bytes, seconds
-        self._thread = ThreadPoolExecutor(1, "response-store")
-        self._is_closed = False
-        self.num_responses = self.num_bytes = 0
+        self.place = SqlitePlace(place, _SCHEMA)
+        self._db = self.place.db
         try:
-            self._db = self._open(place)
             self.num_responses, self.num_bytes = self._db.execute(
                 "SELECT count(*), coalesce(sum(size), 0) FROM responses"
             ).fetchone()
-        except (OSError, sqlite3.Error) as error:
-            raise StartupError(f"--response-store {place}: {error}", flag="--response-store") from error
-
-    @staticmethod
-    def _open(place: str) -> sqlite3.Connection:
-        if place == MEMORY:
-            path = ":memory:"
-        else:
-            file = Path(place).expanduser()
-            path = str(file)
-            # Conversations are private.
-            os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
-        db = sqlite3.connect(path, check_same_thread=False, timeout=0.0)
-        # A second gateway would make the counts wrong, so it is refused.
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        # Deleted data is overwritten.
-        db.execute("PRAGMA secure_delete = ON")
-        db.executescript(_SCHEMA)
-        return db
+        except sqlite3.Error as error:
+            raise self.place.refusal(error) from error
 
     async def open(self) -> None:
         """See ResponseStore: the file is already open."""
 
     async def close(self) -> None:
         """See ResponseStore."""
-        if not self._is_closed:
-            self._is_closed = True
-            await self._run(self._db.close)
-            self._thread.shutdown(wait=False)
+        await self.place.close()
 
     async def put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
         """See ResponseStore. A full disk is a StoreFailed."""
-        await self._run(lambda: self._put(caller, stored, previous))
+        await self.place.run(lambda: self._put(caller, stored, previous))
+
+    async def replace(self, caller: str, stored: StoredResponse, previous: str | None) -> bool:
+        """See ResponseStore. A full disk is a StoreFailed."""
+        return await self.place.run(lambda: self._replace(caller, stored))
 
     async def get(self, caller: str, response_id: str) -> StoredResponse | None:
         """See ResponseStore."""
-        return await self._run(lambda: self._get(caller, response_id)[0])
+        return await self.place.run(lambda: self._get(caller, response_id)[0])
 
     async def chain(self, caller: str, response_id: str, max_bytes: int) -> list[StoredResponse] | None:
         """See ResponseStore."""
-        return await self._run(lambda: self._chain(caller, response_id, max_bytes))
+        return await self.place.run(lambda: self._chain(caller, response_id, max_bytes))
 
     async def delete(self, caller: str, response_id: str) -> bool:
         """See ResponseStore."""
-        return await self._run(lambda: self._delete(caller, response_id))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except sqlite3.Error as error:
-            raise StoreFailed(str(error)) from error
+        return await self.place.run(lambda: self._delete(caller, response_id))
 
     def _put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
         given, response = encode_response(stored)
@@ -112,8 +80,30 @@ class SqliteResponses:
             )
             self.num_responses += 1
             self.num_bytes += size
-            while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:
-                self._remove(_OLDEST, enough=True)
+            self._make_room()
+
+    def _replace(self, caller: str, stored: StoredResponse) -> bool:
+        given, response = encode_response(stored)
+        size = len(given) + len(response)
+        check_fits(size, self._max_bytes)
+        with self._transaction():
+            row = self._db.execute(
+                "SELECT size FROM responses WHERE id = ? AND caller = ?", (stored.response_id, caller)
+            ).fetchone()
+            if row is None:
+                return False
+            self._db.execute(
+                "UPDATE responses SET size = ?, input = ?, response = ? WHERE id = ?",
+                (size, given, response, stored.response_id),
+            )
+            self.num_bytes += size - row[0]
+            self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        """Delete the oldest rows until the limits are met."""
+        while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:
+            self._remove(_OLDEST, enough=True)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -161,4 +151,4 @@ class SqliteResponses:
         before = self.num_responses
         with self._transaction():
             self._remove("SELECT id, size FROM responses WHERE id = ? AND caller = ?", response_id, caller)
-        return self.num_responses < before
+        return bool(self.num_responses < before)

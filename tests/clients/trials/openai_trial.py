@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import openai
@@ -167,6 +168,45 @@ def _() -> Any:
     turns = asked("person", "Tell of one person: a name and an age.")
     found = client.responses.parse(model=MODEL, input=turns, text_format=Person, temperature=0, max_output_tokens=200)
     return is_person(found.output_parsed)
+
+
+@step("responses: background, polled to its end")
+def _() -> Any:
+    made = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=48, temperature=0, background=True)
+    assert made.status == "queued", made.status
+    seen = [made.status]
+    while made.status in ("queued", "in_progress"):
+        time.sleep(0.01)
+        made = client.responses.retrieve(made.id)
+        seen.append(made.status or "")
+    whole = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=48, temperature=0)
+    assert made.output_text == whole.output_text, made.output_text
+    return " ".join(dict.fromkeys(seen))
+
+
+@step("responses: background and stream, read again from an event on, and cancel")
+def _() -> Any:
+    asked_for: Any = {"model": MODEL, "input": QUESTION, "max_output_tokens": 48, "background": True, "stream": True}
+    seen = list(client.responses.create(**asked_for, temperature=0))
+    first: Any = seen[0]
+    again = list(client.responses.retrieve(first.response.id, stream=True, starting_after=2))
+    assert again == seen[3:], again
+    ended = client.responses.cancel(first.response.id)
+    assert ended.status in ("completed", "incomplete"), ended.status
+    return f"{len(seen)} events, {len(again)} again"
+
+
+@step("conversations: made, two turns, its items, deleted")
+def _() -> Any:
+    made = client.conversations.create(metadata={"topic": "trial"}, items=[{"role": "system", "content": "Be brief."}])
+    for text in (QUESTION, "And then?"):
+        client.responses.create(model=MODEL, input=text, conversation=made.id, max_output_tokens=16, temperature=0)
+    items = list(client.conversations.items.list(made.id, order="asc", limit=2))
+    assert [getattr(item, "role", "") for item in items] == ["system", "user", "assistant", "user", "assistant"], items
+    client.conversations.items.delete(items[-1].id or "", conversation_id=made.id)
+    assert client.conversations.update(made.id, metadata={"topic": "over"}).metadata == {"topic": "over"}
+    assert client.conversations.delete(made.id).deleted
+    return f"{len(items)} items"
 
 
 @step("embeddings.create", only="real")

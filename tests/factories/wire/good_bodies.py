@@ -198,7 +198,15 @@ _RESPONSES: dict[str, Draw] = {
     "tools": lambda draw: [{"type": "function", "name": "look", "parameters": _schema(draw)}],
     "tool_choice": _one_of("auto", "required", {"type": "function", "name": "look"}),
     "truncation": _one_of("disabled", "auto"),
+    "conversation": _one_of("conv_0", {"id": "a"}),
+    "background": _one_of(False),
 }
+
+
+def _metadata(draw: random.Random) -> dict[str, str]:
+    return {"note": _text(draw)}
+
+
 _TEMPLATE: dict[str, Draw] = {
     name: _CHAT[name]
     for name in ("messages", "tools", "documents", "chat_template_kwargs", "add_generation_prompt", "model")
@@ -220,6 +228,11 @@ ROUTES = (
     Route("/v1/messages/count_tokens", ("messages",), _ANTHROPIC),
     Route("/v1/responses", ("input", "max_output_tokens"), _RESPONSES),
     Route("/v1/responses/input_tokens", ("input",), _RESPONSES),
+    Route("/v1/responses/compact", ("input",), {"input": _text, "model": _COMMON["model"]}),
+    Route("/v1/responses/{name}/cancel", (), {}),
+    Route("/v1/conversations", (), {"items": _items, "metadata": _metadata}),
+    Route("/v1/conversations/{name}", ("metadata",), {"metadata": _metadata}),
+    Route("/v1/conversations/{name}/items", ("items",), {"items": _items}),
     Route(
         "/v1/embeddings",
         ("input",),
@@ -254,7 +267,7 @@ ROUTES = (
             "input_file_id": _one_of("file-0", "file-1"),
             "endpoint": _one_of("/v1/completions", "/v1/embeddings", "/v1/score"),
             "completion_window": _one_of("24h", "1s", "7d"),
-            "metadata": lambda draw: {"note": _text(draw)},
+            "metadata": _metadata,
         },
     ),
     Route("/v1/batches/{name}/cancel", (), {}),

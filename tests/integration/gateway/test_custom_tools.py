@@ -126,7 +126,6 @@ ELSEWHERE = (
     "file_search",
     "code_interpreter",
     "image_generation",
-    "mcp",
 )
 KEPT = (
     "web_search_call",

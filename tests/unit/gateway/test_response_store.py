@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from factories.servers.shared_store import needs_shared_store, shared_store
 from penstock.common.errors import StartupError
-from penstock.gateway.redis_responses import RedisResponses, is_shared
+from penstock.gateway.redis_place import is_shared
+from penstock.gateway.redis_responses import RedisResponses
 from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
 from penstock.gateway.sqlite_responses import SqliteResponses
 
@@ -149,7 +150,7 @@ async def test_a_response_larger_than_all_may_be_is_not_kept_and_no_other_leaves
 async def counted(kept: SqliteResponses) -> tuple[int, int]:
     """Rows and bytes that are in the file."""
     query = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
-    rows, size = await kept._run(lambda: kept._db.execute(query).fetchone())
+    rows, size = await kept.place.run(lambda: kept._db.execute(query).fetchone())
     return rows, size
 
 
@@ -193,8 +194,8 @@ async def test_rows_that_leave_with_a_put_that_fails_are_counted_again(tmp_path:
         assert isinstance(kept, SqliteResponses)
         for number in range(5):
             await kept.put("a", response(str(number)), None)
-        await kept._run(lambda: kept._db.execute("UPDATE responses SET expires = 0 WHERE id = '0'"))
-        await kept._run(lambda: kept._db.commit())
+        await kept.place.run(lambda: kept._db.execute("UPDATE responses SET expires = 0 WHERE id = '0'"))
+        await kept.place.run(lambda: kept._db.commit())
         for _ in range(10):
             with pytest.raises(StoreFailed):
                 # Of an id that there is.
@@ -276,3 +277,25 @@ def test_an_address_that_is_none_names_the_flag(url: str) -> None:
     with pytest.raises(StartupError, match=r"--response-store \w+://127\.0\.0\.1") as caught:
         RedisResponses(url, max_responses=1, max_bytes=1024, seconds=1.0, timeout_seconds=1.0, connections=1)
     assert caught.value.flag == "--response-store"
+
+
+async def test_a_response_is_written_anew_where_it_still_is(place: str) -> None:
+    async with store(place, max_responses=2, max_bytes=1000) as kept:
+        await kept.put("a", response("1"), None)
+        await kept.put("a", response("2"), "1")
+        assert await kept.replace("a", response("1", "another"), None)
+        found = await kept.get("a", "1")
+        assert found is not None
+        assert found.response["output"] == ["another"]
+        assert not await kept.replace("b", response("1"), None)
+        assert not await kept.replace("a", response("3"), None)
+        # It is as old as before: it leaves first.
+        await kept.put("a", response("4"), None)
+        assert [name for name in "124" if await kept.get("a", name)] == ["2", "4"]
+        assert await kept.chain("a", "2", 1000) is None
+        before = kept.num_bytes
+        assert await kept.replace("a", response("2", "x" * 200), "1")
+        # In its input and in itself.
+        assert kept.num_bytes == before + 2 * 195
+        await kept.delete("a", "2")
+        assert not await kept.replace("a", response("2"), None)
