@@ -354,6 +354,7 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
     tool_format: Literal[
         "auto",
         "harmony",
+        "gemma4",
         "deepseek_v4",
         "deepseek_v32",
         "deepseek_v3",
@@ -371,7 +372,7 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
         "llama3",
         "hermes",
     ] = option("auto", "Format of the model's tool calls; auto: as its chat template has it.", group=CHATS)
-    reasoning_format: Literal["auto", "none", "mistral", "seed", "kimi", "granite", "think"] = option(
+    reasoning_format: Literal["auto", "none", "gemma", "mistral", "seed", "kimi", "granite", "think"] = option(
         "auto",
         "Format of the model's reasoning; auto: as its chat template has it; none: it stays in the text.",
         group=CHATS,

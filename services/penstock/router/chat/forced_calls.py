@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.formats import ChatFormat
+from penstock.router.chat.gemma_arguments import GemmaArguments, GrammarParts
 from penstock.router.chat.parameter_schema import alternatives, is_text_schema
 
 # Placeholder in a form's text: the number of the call.
@@ -38,6 +39,8 @@ class _Text:
     is_single: bool = False
     # The spelling that the model takes by itself.
     is_own: bool = True
+    # Arguments in Gemma's spelling, with their last brace.
+    is_gemma: bool = False
 
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -101,6 +104,7 @@ _TEXTS: Mapping[str, _Text] = {
         "</tool_call>",
         members=("<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
+    "gemma4": _Text("<|tool_call>call:%s{", "<tool_call|>", separator="", is_gemma=True),
     "harmony": _Text("<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>", is_single=True),
 }
 _HARMONY_ANSWER = "<|channel|>final<|message|>"
@@ -162,6 +166,7 @@ class _Grammar:
         self._free_rule = ""
         pattern = "|".join(re.escape(marker) for marker in sorted(token_ids, key=len, reverse=True))
         self._split: Callable[[str], list[str]] = re.compile(f"({pattern})").split if pattern else lambda text: [text]
+        self._gemma = GemmaArguments(GrammarParts(self._text, self._json, self._value_text, self._add))
         name = chat.tools.name
         self._written = _TEXTS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
 
@@ -236,6 +241,8 @@ class _Grammar:
         self._rules.append("")
         if schema is None:
             body = self._free_arguments()
+        elif self._written.is_gemma:
+            body = self._gemma.of(schema, name)
         elif self._written.members:
             body = self._members(schema, name)
         else:
@@ -246,7 +253,10 @@ class _Grammar:
     def _free_arguments(self) -> str:
         """Rule of arguments of any kind. All tools share it: any JSON is a large grammar, and slow to compile."""
         if not self._free_rule:
-            body = self._free_members() if self._written.members else self._json(_ANYTHING, _ANY_TOOL)
+            if self._written.is_gemma:
+                body = self._gemma.free(_ANY_TOOL)
+            else:
+                body = self._free_members() if self._written.members else self._json(_ANYTHING, _ANY_TOOL)
             self._free_rule = f"free_{len(self._rules)}"
             self._rules.append(f"{self._free_rule}: {body}")
         return self._free_rule
@@ -294,6 +304,9 @@ class _Grammar:
             return f"{self._text(opens)} ({values}) {self._text(closes)}"
         words = {word: schema[word] for word in _TEXT_WORDS if word in schema}
         return f"{self._text(opens)} {self._value_text(words, closes, origin)}"
+
+    def _add(self, name: str, terms: str) -> None:
+        self._rules.append(f"{name}: {terms}")
 
     def _json(self, schema: Mapping[str, Any], origin: str) -> str:
         """Rule of a value; an error about the schema names its `origin`."""

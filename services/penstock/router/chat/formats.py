@@ -8,6 +8,7 @@ from typing import TypeVar
 from penstock.common.errors import StartupError
 from penstock.router.chat import call_programs as programs
 from penstock.router.chat.call_block import Program
+from penstock.router.chat.gemma_calls import GEMMA_END, GEMMA_QUOTE, gemma
 from penstock.router.chat.marks import Marks, marks_of
 
 
@@ -20,6 +21,8 @@ class ReasoningFormat:
     closes: str
     # Any of them in a template selects the format.
     marks: tuple[str, ...]
+    # Further markers that must stay in the text although a vocabulary calls them special.
+    inner: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class ChatFormat:
 
     def kept_for(self, *, with_tools: bool) -> tuple[str, ...]:
         """Markers that must reach the parser although a vocabulary calls them special."""
-        thought = () if self.reasoning is None else (self.reasoning.opens, self.reasoning.closes)
+        row = self.reasoning
+        thought = () if row is None else (row.opens, row.closes, *row.inner)
         if with_tools or self.tools.is_harmony:
             return (*self.tools.opens, *self.tools.inner, *thought)
         return thought
@@ -70,6 +74,7 @@ class ChatFormat:
 
 RowT = TypeVar("RowT", ToolFormat, ReasoningFormat)
 REASONING = (
+    ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>thought",), ("<|channel>",)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
     ReasoningFormat("seed", "<seed:think>", "</seed:think>", ("<seed:think>",)),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
@@ -93,6 +98,14 @@ TOOLS = (
         marks=(("<|channel|>", "<|message|>"),),
         inner=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
         is_harmony=True,
+    ),
+    ToolFormat(
+        "gemma4",
+        "Gemma 4",
+        opens=("<|tool_call>",),
+        program=gemma,
+        marks=(("<|tool_call>call:",),),
+        inner=(GEMMA_QUOTE, GEMMA_END),
     ),
     ToolFormat(
         "deepseek_v4",

@@ -19,6 +19,7 @@ from factories.engine.grammars import (
     regex,
     text_tokenizer,
 )
+from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.translate import Untranslatable, to_lark
@@ -264,3 +265,48 @@ def test_a_service_that_knows_no_schemas_of_texts_takes_the_grammar_as_any_text(
     # What such a service gives to llguidance; the schemas stand in comments there.
     assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     assert "%text" not in to_lark(ConstraintKind.GRAMMAR, grammar, ())
+
+
+# A schema of every kind that Gemma's spelling has, and of some that only JSON has.
+DEEP: dict[str, dict[str, Any]] = {
+    "plan": {
+        "type": "object",
+        "properties": {
+            "who": {"$ref": "#/$defs/person"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3},
+            "either": {"anyOf": [{"type": "string", "enum": ["x", "y"]}, {"type": "integer", "minimum": 7}]},
+            "odd: key": {"type": ["boolean", "null"]},
+            "pair": {"type": "array", "prefixItems": [{"const": 1}, {"const": "b"}], "minItems": 2, "maxItems": 2},
+            "tree": {"$ref": "#/$defs/tree"},
+        },
+        "required": ["who", "tags"],
+        "$defs": {
+            "person": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{1,5}$"}, "age": {"type": "integer"}},
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+            "tree": {
+                "type": "object",
+                "properties": {"left": {"$ref": "#/$defs/tree"}, "right": {"$ref": "#/$defs/tree"}},
+            },
+        },
+    }
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gemmas_own_spelling_obeys_a_schema_of_every_kind(seed: int) -> None:
+    text = written(grammar_of("gemma4", DEEP), "", seed, 8000)
+    _, calls, ends = calls_of("gemma4", text, DEEP)
+    assert ends, text
+    for _, arguments in calls:
+        assert not list(Draft202012Validator(DEEP["plan"]).iter_errors(arguments)), text
+
+
+def test_gemmas_own_spelling_of_a_nested_value_is_taken() -> None:
+    call = '<|tool_call>call:plan{either:9,tags:[<|"|>a<|"|>,<|"|>b<|"|>],who:{name:<|"|>Ada<|"|>}}<tool_call|>'
+    assert accepts(compiled(lark(grammar_of("gemma4", DEEP))), call)
+    wrong = call.replace("Ada", "ada")
+    assert not accepts(compiled(lark(grammar_of("gemma4", DEEP))), wrong)

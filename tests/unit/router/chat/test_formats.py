@@ -297,6 +297,39 @@ EXAMPLES = [
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
         [PARIS],
     ),
+    Example("gemma4", '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|>', [OSLO]),
+    Example(
+        "gemma4",
+        "<|channel>thought\nBoth are needed.\n<channel|>I look."
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:get_time{zone:<|"|>Europe/Oslo<|"|>}<tool_call|>',
+        [PARIS, TIME],
+        "I look.",
+        "Both are needed.",
+    ),
+    Example(
+        "gemma4",
+        'So: <|tool_call>call:search{exact:true,filters:{by:[<|"|>a, "b" {c}\n<|"|>,-1.5e3,null,[]],<|"|>x:y<|"|>:{}},'
+        'query:<|"|>żółw [1]: {\\}<|"|>}<tool_call|>',
+        [
+            (
+                "search",
+                {
+                    "exact": True,
+                    "filters": {"by": ['a, "b" {c}\n', -1500.0, None, []], "x:y": {}},
+                    "query": "żółw [1]: {\\}",
+                },
+            )
+        ],
+        "So: ",
+    ),
+    # Without quotes, as JSON, and as where a template was handed a text.
+    Example(
+        "gemma4",
+        '<|tool_call>call:get_weather{city:Oslo, "days": 3}<tool_call|>'
+        '<|tool_call>call:get_weather{{"city": "Oslo"}}<tool_call|><|tool_call>call:get_time{}<tool_call|>',
+        [("get_weather", {"city": "Oslo", "days": 3}), OSLO, ("get_time", {})],
+    ),
     Example(
         "seed_oss",
         "<seed:think>Hm.</seed:think><seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n"
@@ -306,7 +339,7 @@ EXAMPLES = [
     ),
 ]
 # Reasoning of the examples' own models.
-THOUGHTS = {"mistral": "mistral", "seed_oss": "seed"}
+THOUGHTS = {"gemma4": "gemma", "mistral": "mistral", "seed_oss": "seed"}
 
 
 def parse(
@@ -443,6 +476,8 @@ def test_any_text_parses_alike_in_every_split(case: tuple[str, list[str]]) -> No
         ("kimi_k2", "<|tool_calls_section_begin|>nothing"),
         ("deepseek_v31", "<｜tool▁calls▁begin｜>nothing"),
         ("qwen3_coder", "<tool_call>nothing</tool_call>"),
+        ("gemma4", "<|tool_call>weather{city:1}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:get weather{}<tool_call|>"),
     ],
 )
 def test_what_is_no_call_comes_back_as_it_was(name: str, text: str) -> None:
@@ -460,6 +495,7 @@ def test_what_is_no_call_comes_back_as_it_was(name: str, text: str) -> None:
         ("llama3", 'An object: {"name": "Oslo", "parameters": {}} '),
         ("llama4", "<|python_start|>[get_weather(Oslo)]"),
         ("minimax_m2", "<minimax:tool_call>x"),
+        ("gemma4", "<|tool_call>x"),
         ("phi4", "Python has functools and "),
     ],
 )
@@ -543,6 +579,7 @@ def test_reasoning_none_leaves_thoughts_in_the_text() -> None:
         ("<｜DSML｜tool_calls>\\n<｜DSML｜invoke name=", "deepseek_v4", "think"),
         ("<｜DSML｜function_calls>\\n<｜DSML｜invoke name=", "deepseek_v32", "think"),
         ("List of tools: <|tool_list_start|>[<|tool_list_end|>", "lfm2", "think"),
+        ("{{- '<|tool_call>call:' + function['name'] + '{' -}} '<|channel>thought\\n'", "gemma4", "gemma"),
         ("plain {{ messages }}", "hermes", "think"),
     ],
 )

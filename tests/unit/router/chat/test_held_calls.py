@@ -127,6 +127,7 @@ def test_arguments_of_a_tool_that_is_not_strict_are_any(name: str) -> None:
         "qwen3_coder": "<tool_call>\n<function=get>\n<parameter=x>\n[1]\n</parameter>\n</function>\n</tool_call>",
         "seed_oss": "<seed:tool_call><function=get>\n<parameter=x>\n[1]\n</parameter>\n</function>\n</seed:tool_call>",
         "glm4": "<tool_call>get\n<arg_key>x</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",
+        "gemma4": "<|tool_call>call:get{x:[1]}<tool_call|>",
         "harmony": "<|channel|>commentary to=functions.get <|constrain|>json<|message|>" + '{"x": [1]}<|call|>',
     }[name]
     ids = ids_of(text)
@@ -206,3 +207,11 @@ def test_a_name_that_begins_another_is_told_from_it() -> None:
         state = state_of("harmony")
         assert take(state, f"<|channel|>commentary to=functions.{called} <|constrain|>json<|message|>" + "{}<|call|>")
         assert state.is_free
+
+
+def test_gemmas_values_within_values_are_free_where_its_tool_is_not_strict() -> None:
+    text = '<|tool_call>call:get{x:[1,{a:<|"|>b, "c"}<|"|>,d:{}}],y:null}<tool_call|>'
+    state = compiled(lark(grammar_of("gemma4").grammar)).start(EOS)
+    assert all(state.advance(token_id) for token_id in ids_of(text))
+    assert state.is_done
+    assert calls_of("gemma4", text) == ("", [("get", {"x": [1, {"a": 'b, "c"}', "d": {}}], "y": None})])
