@@ -321,10 +321,29 @@ def test_what_is_typed_in_the_settings_stays_when_an_answer_ends(reader: Reader)
 def test_light_and_dark_are_chosen_and_kept(reader: Reader) -> None:
     ground = "getComputedStyle(document.documentElement).backgroundColor"
     light = reader.page.evaluate(ground)
-    reader.page.get_by_role("button", name="Light or dark").click()
+    reader.page.get_by_role("button", name="Theme: light").click()
     dark = reader.page.evaluate(ground)
     reader.page.reload()
     assert light != dark == reader.page.evaluate(ground)
+
+
+def test_a_new_conversation_shows_the_model_and_begins_with_a_click(reader: Reader) -> None:
+    welcome = reader.page.locator(".welcome")
+    expect(welcome).to_contain_text("penstock-demo")
+    expect(welcome.get_by_role("button")).to_have_count(3)
+    welcome.get_by_role("button").first.click()
+    expect(reader.answers).to_have_count(1)
+    reader.await_end()
+    expect(reader.page.get_by_text("Context: ")).to_be_visible()
+
+
+def test_simple_settings_leave_out_what_is_not_set(reader: Reader) -> None:
+    reader.set("num_beams", "2")
+    reader.page.get_by_role("searchbox", name="Search options").fill("")
+    reader.page.get_by_role("button", name="Simple", exact=True).click()
+    expect(reader.page.locator('[data-part="tools"]')).to_be_hidden()
+    titles = reader.page.locator(".group > summary").all_text_contents()
+    assert [title.partition("1 changed")[0] for title in titles] == ["Common", "Beams and searches"]
 
 
 def test_a_server_with_tokens_asks_for_one_and_says_when_it_is_wrong(browser: Browser, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, 
 
 # Debian's, Fedora's and Google's names.
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Width of a window, in pixels, in which the settings have room beside the conversation.
+_WIDE = 1200
 # One core of a busy machine; an answer takes a tenth of a second on a free one.
 PATIENCE_MILLISECONDS = 30_000
 
@@ -79,7 +81,17 @@ class Reader:
         reader.page.on("pageerror", lambda error: reader.complaints.append(str(error)))
         reader.page.goto(url)
         reader.await_model()
+        reader.show_all_settings()
         return reader
+
+    def show_all_settings(self) -> None:
+        """Open the settings, show all of them, and close them where they would lie over the conversation."""
+        toggle = self.page.get_by_role("button", name="Settings", exact=True)
+        toggle.click()
+        self.page.get_by_role("button", name="All", exact=True).click()
+        if (self.page.viewport_size or {"width": 0})["width"] < _WIDE:
+            close = self.page.get_by_role("button", name="Close the settings")
+            (close if close.is_visible() else toggle).click()
 
     def _hear(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:

@@ -5,21 +5,25 @@ import { BadSetting } from "./chat/request.mjs";
 import { Session } from "./chat/session.mjs";
 import { Store } from "./chat/store.mjs";
 import { titleOf } from "./chat/conversation.mjs";
+import { contextFill } from "./chat/context_fill.mjs";
 import { duration } from "./chat/figures.mjs";
+import { laterStart } from "./chat/window.mjs";
 import { Composer } from "./view/composer.mjs";
 import { askToken } from "./view/dialogs.mjs";
 import { button, el, fill } from "./view/dom.mjs";
 import { icon } from "./view/icons.mjs";
 import { SettingsPanel } from "./view/settings_panel.mjs";
 import { Sidebar } from "./view/sidebar.mjs";
-import { applyTheme, toggleTheme } from "./view/theme.mjs";
+import { applyTheme, shownTheme, toggleTheme } from "./view/theme.mjs";
 import { TurnsView } from "./view/turns_view.mjs";
+import { welcomeView } from "./view/welcome_view.mjs";
 
 const SAVED_AFTER_MILLISECONDS = 400;
 const $ = (id) => document.getElementById(id);
 
 let saving = 0;
 let tokensShown = false;
+let models = [];
 
 applyTheme();
 
@@ -35,6 +39,7 @@ const acts = {
   canShorten: (turn) => session.canShorten(turn),
   shorten: (turn) => attempt(() => session.shorten(turn)),
   sendAll: () => session.sendAll(),
+  shortenNext: () => session.shortenNext(),
   edit: (turn, text) => attempt(() => session.edit(turn, text)),
   results: (turn, texts) => attempt(() => session.giveResults(turn, texts)),
   choose: (turn) => session.choose(turn),
@@ -82,7 +87,11 @@ function attempt(act) {
 }
 
 function welcome() {
-  return el("div", { class: "welcome" }, el("h2", {}, "A new conversation"), el("p", {}, "Ask something below. Options, structured output and tools are in the panel of settings."));
+  return welcomeView(currentModel(), (text) => acts.send(text));
+}
+
+function currentModel() {
+  return models.find(({ id }) => id === $("model").value) ?? models[0];
 }
 
 function showAll() {
@@ -96,6 +105,9 @@ function showAll() {
 /** Shows the turns anew, and leaves the settings to the reader, who may be typing there. */
 function showTurns() {
   turns.show(session.conversation);
+  const { conversation } = session;
+  const canShorten = !session.isRunning && laterStart(conversation, conversation.leaf) !== null;
+  composer.context(contextFill(conversation, currentModel()?.max_model_len), canShorten);
   composer.running(session.isRunning);
   document.title = `${titleOf(session.conversation)} – Penstock`;
   showList();
@@ -109,6 +121,7 @@ function showRunning(ended) {
   composer.running(session.isRunning);
   if (!ended) return say("Answering");
   const [first] = ended;
+  showTurns();
   if (first.problem) say(`The answer failed: ${first.problem.message}`);
   else say(first.stopped ? "Stopped" : `Answered in ${duration(first.elapsed)}`);
 }
@@ -148,7 +161,8 @@ function closeDrawers() {
   toggleDrawer("settings", false);
 }
 
-function showModels(models) {
+function showModels(served) {
+  models = served;
   const named = models.map(({ id, parent }) => el("option", { value: id }, parent ? `${id} (adapter of ${parent})` : id));
   fill($("model"), named);
   // A model that is served no more is not asked for again.
@@ -171,7 +185,7 @@ async function load() {
 
 for (const [id, name, label, act] of [
   ["side-toggle", "menu", "Conversations", () => toggleDrawer("side")],
-  ["theme-toggle", "theme", "Light or dark", toggleTheme],
+  ["theme-toggle", "theme", "Theme", () => { toggleTheme(); nameTheme(); }],
   ["settings-toggle", "settings", "Settings", () => toggleDrawer("settings")],
   ["side-close", "close", "Close the conversations", () => toggleDrawer("side", false)],
   ["settings-close", "close", "Close the settings", () => toggleDrawer("settings", false)],
@@ -184,8 +198,16 @@ for (const [id, name, label, act] of [
   if (act) made.addEventListener("click", act);
 }
 
+function nameTheme() {
+  const name = `Theme: ${shownTheme()}`;
+  $("theme-toggle").setAttribute("aria-label", name);
+  $("theme-toggle").title = name;
+}
+
+nameTheme();
 $("model").addEventListener("change", (event) => {
   session.conversation.settings.model = event.target.value;
+  showTurns();
   settingsChanged();
 });
 for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => session.keepRunning());
@@ -198,7 +220,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 toggleDrawer("side", !NARROW.matches);
-toggleDrawer("settings", matchMedia("(min-width: 1200px)").matches);
+toggleDrawer("settings", false);
 showAll();
 composer.box.focus({ preventScroll: true });
 void load();

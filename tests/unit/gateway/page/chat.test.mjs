@@ -6,7 +6,7 @@ import { emptyAnswer, takeChoice, takeFacts, tokenTexts } from "../../../../serv
 import { decoded, encoded } from "../../../../services/penstock/gateway/page/chat/api.mjs";
 import { addTurn, branches, choose, messagesOf, newConversation, pairOf, pathTo, readConversation, titleOf } from "../../../../services/penstock/gateway/page/chat/conversation.mjs";
 import { events } from "../../../../services/penstock/gateway/page/chat/event_stream.mjs";
-import { percent, stagesOf, tokensPerSecond } from "../../../../services/penstock/gateway/page/chat/figures.mjs";
+import { percent, stagesOf, tokensOf, tokensPerSecond } from "../../../../services/penstock/gateway/page/chat/figures.mjs";
 import { GROUPS, grouped } from "../../../../services/penstock/gateway/page/chat/option_groups.mjs";
 import { controlOf, readOption } from "../../../../services/penstock/gateway/page/chat/option_values.mjs";
 import { isTooLong, problemOf } from "../../../../services/penstock/gateway/page/chat/problem.mjs";
@@ -15,7 +15,8 @@ import { defaultSettings, readSettings } from "../../../../services/penstock/gat
 import { Session } from "../../../../services/penstock/gateway/page/chat/session.mjs";
 import { Keeper } from "../../../../services/penstock/gateway/page/chat/keeper.mjs";
 import { Store } from "../../../../services/penstock/gateway/page/chat/store.mjs";
-import { laterStart, sentTurns } from "../../../../services/penstock/gateway/page/chat/window.mjs";
+import { contextFill } from "../../../../services/penstock/gateway/page/chat/context_fill.mjs";
+import { laterStart, leaveOut, sentTurns } from "../../../../services/penstock/gateway/page/chat/window.mjs";
 
 const TEMPERATURE = { name: "temperature", kind: "float", doc: "Heat.", minimum: 0 };
 const TOP_H = { name: "top_h", kind: "float", doc: "", minimum: 0, maximum: 1, minimum_excluded: true };
@@ -144,7 +145,7 @@ test("a request carries changed options only", () => {
   conversation.settings.options.A = { temperature: "0.5", num_beams: " " };
   conversation.settings.options.B = { num_beams: "2" };
   const body = requestBody(conversation, "t1", "A", TABLE);
-  assert.deepEqual(Object.keys(body).sort(), ["messages", "stream", "stream_options", "temperature"]);
+  assert.deepEqual(Object.keys(body).sort(), ["messages", "return_token_ids", "stream", "stream_options", "temperature"]);
   assert.equal(requestBody(conversation, "t1", "B", TABLE).num_beams, 2);
 });
 
@@ -194,11 +195,11 @@ test("an answer grows by its chunks", () => {
   const answer = emptyAnswer();
   takeChoice(answer, { delta: { role: "assistant", content: "" } });
   takeChoice(answer, { delta: { reasoning_content: "Hm" } });
-  takeChoice(answer, { delta: { content: "A" }, logprobs: { content: [{ token: "A", logprob: -0.12345, bytes: [65], top_logprobs: [{ token: "B", logprob: -2 }] }] } });
+  takeChoice(answer, { delta: { content: "A" }, token_ids: [7, 8], logprobs: { content: [{ token: "A", logprob: -0.12345, bytes: [65], top_logprobs: [{ token: "B", logprob: -2 }] }] } });
   takeChoice(answer, { delta: { tool_calls: [{ index: 0, id: "c", function: { name: "f", arguments: "" } }] } });
   takeChoice(answer, { delta: { tool_calls: [{ index: 0, function: { arguments: "{}" } }] }, finish_reason: "tool_calls" });
   assert.deepEqual(answer, {
-    role: "assistant", content: "A", reasoning: "Hm", calls: [{ id: "c", name: "f", arguments: "{}" }], finish: "tool_calls",
+    role: "assistant", content: "A", reasoning: "Hm", calls: [{ id: "c", name: "f", arguments: "{}" }], finish: "tool_calls", counted: 2,
     tokens: [{ token: "A", logprob: -0.123, top: [{ token: "B", logprob: -2 }] }],
   });
 });
@@ -226,6 +227,9 @@ test("figures", () => {
   assert.deepEqual(stagesOf(record.timings).map(({ name, seconds }) => [name, Math.round(seconds * 10)]), [["prefill", 1], ["decode", 5], ["other", 1]]);
   assert.equal(tokensPerSecond(record), 20);
   assert.equal(tokensPerSecond({ usage: { completion_tokens: 1 } }), null);
+  // A stopped answer has no usage, nor timings: its tokens were counted as they came.
+  assert.equal(tokensPerSecond({ counted: 21, firstToken: 1, elapsed: 3 }), 10);
+  assert.equal(tokensOf({ counted: 21 }), 21);
   assert.deepEqual([0, Math.log(0.5), Math.log(0.0003), -20].map(percent), ["100%", "50.0%", "0.03%", "<0.001%"]);
 });
 
@@ -354,4 +358,20 @@ test("a question that is too long by itself cannot be shortened", () => {
   assert.equal(laterStart(conversation, question.id), null);
   const second = addTurn(conversation, answer.id, { role: "user", content: "more" });
   assert.equal(laterStart(conversation, second.id), second);
+});
+
+test("the context is as full as the last answer says, and older turns are left out on request", () => {
+  const { conversation, question, answer } = talk();
+  assert.equal(contextFill(conversation, 100), null);
+  answer.usage = { prompt_tokens: 30, completion_tokens: 20 };
+  assert.deepEqual(contextFill(conversation, 100), { used: 50, most: 100, share: 0.5 });
+  assert.equal(contextFill(conversation, 0), null);
+  assert.equal(leaveOut(conversation), false);
+  const second = addTurn(conversation, answer.id, { role: "user", content: "more" });
+  const last = addTurn(conversation, second.id, { ...emptyAnswer(), content: "Yes", usage: { prompt_tokens: 120, completion_tokens: 1 } });
+  assert.equal(contextFill(conversation, 100).share, 1);
+  assert.equal(leaveOut(conversation), true);
+  assert.deepEqual(sentTurns(conversation, conversation.leaf), [second, last]);
+  // Shown all the same.
+  assert.equal(pathTo(conversation)[0], question);
 });

@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { parseBlocks } from "../../../../services/penstock/gateway/page/markdown/blocks.mjs";
+import { codePieces } from "../../../../services/penstock/gateway/page/markdown/code_colours.mjs";
 import { parseInline, safeAddress } from "../../../../services/penstock/gateway/page/markdown/inline.mjs";
 
 const types = (text) => parseBlocks(text).map((block) => block.type);
@@ -59,6 +60,27 @@ test("escapes and entities", () => {
   assert.equal(line("\\*a\\* \\q &amp; &#65;&#x42; &#0; &nope;"), "*a* \\q & AB \ufffd &nope;");
 });
 
+test("mathematics stays as it was typed", () => {
+  assert.equal(line("\\(a_i * b_j\\) and \\[x\\] and $$y_1*z_1$$"), "math(\\(a_i * b_j\\)) and math(\\[x\\]) and math($$y_1*z_1$$)");
+  assert.equal(line("costs $5 and $6, \\(open, $$open"), "costs $5 and $6, (open, $$open");
+  const [block, after] = parseBlocks("\\[\n- a_1\n= b\\_2\n\\]\nEnd");
+  assert.deepEqual([block.type, block.text, after.type], ["math", "\\[\n- a_1\n= b\\_2\n\\]", "paragraph"]);
+  assert.deepEqual(types("$$\nx\n$$"), ["math"]);
+  assert.deepEqual(types("$$x$$ is short"), ["paragraph"]);
+  assert.deepEqual(types("$$\nnever closed\n\nmore"), ["paragraph", "paragraph"]);
+});
+
+test("code has colours by its language, and loses no character", () => {
+  const kinds = (text, language) => codePieces(text, language).filter(({ kind }) => kind !== "plain").map(({ kind, text: part }) => `${kind}:${part}`);
+  assert.deepEqual(kinds("def f(a): # it's\n  return 'x' + 12", "python"), ["keyword:def", "comment:# it's", "keyword:return", "string:'x'", "number:12"]);
+  assert.deepEqual(kinds("let a = `b`; // c", "js"), ["keyword:let", "string:`b`", "comment:// c"]);
+  assert.deepEqual(kinds("SELECT 1 -- all", "sql"), ["keyword:SELECT", "number:1", "comment:-- all"]);
+  assert.deepEqual(kinds("if a # b", ""), []);
+  for (const text of ["'open", '"""\nopen', "/* open", "a'b\n\"c", "x".repeat(30000)]) {
+    for (const language of ["python", "c", "sql"]) assert.equal(codePieces(text, language).map((piece) => piece.text).join(""), text);
+  }
+});
+
 test("a new line is one", () => {
   assert.equal(line("a\nb"), "a/b");
 });
@@ -106,7 +128,7 @@ test("every beginning of an answer parses, and blocks that are followed do not c
 });
 
 // Each would take minutes if a loop within a loop went over the text.
-for (const piece of ["*", "_", "[", "![", "`", "<", ">", "> ", "- ", "**a ", "*a_", "[](", "&#", "|", "~~", "a*", "*\n", "- a\n", "|a|\n", "`a``"]) {
+for (const piece of ["*", "_", "[", "![", "`", "<", ">", "> ", "- ", "**a ", "*a_", "[](", "&#", "|", "~~", "a*", "*\n", "- a\n", "|a|\n", "`a``", "$", "$$", "$$a ", "\\(", "\\[\n", "- \\[\n", "$$a\n"]) {
   test(`100 000 of ${JSON.stringify(piece)} parse`, () => {
     assert.ok(parseBlocks(piece.repeat(100_000)).length >= 1);
   });

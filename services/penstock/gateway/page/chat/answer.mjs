@@ -7,7 +7,7 @@ const LONGEST_RUN = 64;
 
 /** Fields of a turn that is an answer without content yet. */
 export function emptyAnswer() {
-  return { role: "assistant", content: "", reasoning: "", calls: [], tokens: [], finish: null };
+  return { role: "assistant", content: "", reasoning: "", calls: [], tokens: [], counted: 0, finish: null };
 }
 
 /** Puts one choice's delta into its answer. */
@@ -19,6 +19,7 @@ export function takeChoice(answer, choice) {
   for (const token of choice.logprobs?.content ?? []) {
     if (answer.tokens.length < MOST_TOKENS_KEPT) answer.tokens.push(tokenOf(token));
   }
+  answer.counted += choice.token_ids?.length ?? 0;
   if (choice.finish_reason) answer.finish = choice.finish_reason;
 }
 

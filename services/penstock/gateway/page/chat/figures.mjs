@@ -21,9 +21,15 @@ export function stagesOf(timings) {
   })).filter((stage) => stage.seconds > 0);
 }
 
+/** Tokens of an answer: as the server counted them, or as they came where it was stopped. */
+export function tokensOf({ usage, counted }) {
+  return usage?.completion_tokens ?? counted ?? 0;
+}
+
 /** Tokens a second between the first and the last token; null for fewer than two. */
-export function tokensPerSecond({ usage, timings, firstToken, elapsed }) {
-  const tokens = usage?.completion_tokens ?? 0;
+export function tokensPerSecond(turn) {
+  const { timings, firstToken, elapsed } = turn;
+  const tokens = tokensOf(turn);
   const decode = timings?.decode_seconds ?? (elapsed ?? 0) - (firstToken ?? 0);
   return tokens > 1 && decode > 0 ? (tokens - 1) / decode : null;
 }

@@ -21,6 +21,8 @@ export function requestBody(conversation, end, side, table) {
     messages: messagesOf(conversation, sentTurns(conversation, end)),
     stream: true,
     stream_options: { include_usage: true },
+    // An answer that is stopped has no usage: its tokens are counted as they come.
+    return_token_ids: true,
     ...changedOptions(settings.options[side], table, side),
     ...structure(settings.structure),
     ...(tools.length && { tools, tool_choice: settings.toolChoice }),

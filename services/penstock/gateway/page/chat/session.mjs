@@ -5,7 +5,7 @@ import { Keeper } from "./keeper.mjs";
 import { requestBody } from "./request.mjs";
 import { run } from "./run.mjs";
 import { defaultSettings, readSettings } from "./settings.mjs";
-import { laterStart } from "./window.mjs";
+import { laterStart, leaveOut } from "./window.mjs";
 
 export class Session {
   /** `on`: opened() another conversation, turned() its turns changed, grew(turn), running(ended) a run began or ended. */
@@ -78,6 +78,11 @@ export class Session {
   shorten(turn) {
     this.conversation.first = laterStart(this.conversation, turn.parent).id;
     this.retry(turn);
+  }
+
+  /** Leaves the older half of the turns out from the next question on, which are shown all the same. */
+  shortenNext() {
+    if (leaveOut(this.conversation)) this.changed();
   }
 
   /** Sends all turns again from now on. */

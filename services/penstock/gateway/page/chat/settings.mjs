@@ -16,7 +16,7 @@ export const TOOL_CHOICES = ["auto", "required", "none"];
 export function defaultSettings() {
   return {
     model: "", system: "", options: { A: {}, B: {} }, compare: false, probabilities: false, alternatives: 5,
-    reasoning: "", structure: { kind: "none", text: "" }, tools: "", toolChoice: "auto",
+    isSimple: true, reasoning: "", structure: { kind: "none", text: "" }, tools: "", toolChoice: "auto",
   };
 }
 

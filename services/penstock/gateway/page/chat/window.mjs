@@ -9,6 +9,13 @@ export function sentTurns(conversation, end) {
   return at > 0 ? path.slice(at) : path;
 }
 
+/** Leaves the older half of the questions out of what is sent next; false with one alone. */
+export function leaveOut(conversation) {
+  const start = laterStart(conversation, conversation.leaf);
+  if (start) conversation.first = start.id;
+  return start !== null;
+}
+
 /** The question with which a request below `end` would begin without the older half of its questions; null with one alone. */
 export function laterStart(conversation, end) {
   const questions = sentTurns(conversation, end).filter((turn) => turn.role === "user");

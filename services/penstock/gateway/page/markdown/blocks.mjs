@@ -1,9 +1,10 @@
-// Block Markdown as a tree of plain objects: paragraph, heading, code, list, quote, table, rule.
+// Block Markdown as a tree of plain objects: paragraph, heading, code, math, list, quote, table, rule.
 // A block carries its source, so that a view changes only the blocks that a longer text changed.
 
 import { parseInline } from "./inline.mjs";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
+const MATH = /^ {0,3}(\\\[|\$\$)/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s+(.*?))?(?:\s+#+)?\s*$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -38,6 +39,8 @@ function withoutTabs(line) {
 function nextBlock(lines, at, depth) {
   const line = lines[at];
   if (FENCE.test(line)) return code(lines, at);
+  const formula = math(lines, at);
+  if (formula) return formula;
   const heading = HEADING.exec(line);
   if (heading) return { block: { type: "heading", level: heading[1].length, children: parseInline(heading[2] ?? "") }, end: at + 1 };
   if (RULE.test(line)) return { block: { type: "rule" }, end: at + 1 };
@@ -59,6 +62,22 @@ function code(lines, at) {
     if (!closed) body.push(lines[end].slice(Math.min(indent, Math.max(0, lines[end].search(/\S|$/)))));
   }
   return { block: { type: "code", language: info.trim().split(/\s+/)[0], text: body.join("\n"), closed }, end };
+}
+
+/** Mathematics on lines of its own, as it was typed; null where none begins, or where its end has not come. */
+function math(lines, at) {
+  const opens = MATH.exec(lines[at])?.[1];
+  if (!opens) return null;
+  const closes = opens === "$$" ? "$$" : "\\]";
+  let end = at;
+  for (let from = lines[at].indexOf(opens) + 2; end < lines.length && lines[end].trim(); end += 1, from = 0) {
+    const found = lines[end].indexOf(closes, from);
+    if (found < 0) continue;
+    // Text behind it belongs to a paragraph, which reads it as well.
+    if (lines[end].slice(found + 2).trim()) return null;
+    return { block: { type: "math", text: lines.slice(at, end + 1).join("\n") }, end: end + 1 };
+  }
+  return null;
 }
 
 function quote(lines, at, depth) {

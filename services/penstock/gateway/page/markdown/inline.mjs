@@ -1,4 +1,4 @@
-// Inline Markdown as a tree of plain objects: text, code, strong, emphasis, strike, link, break.
+// Inline Markdown as a tree of plain objects: text, code, math, strong, emphasis, strike, link, break.
 // Emphasis follows CommonMark's delimiter runs. Every loop is bounded by the text's length; nothing here makes HTML.
 
 const PUNCTUATION = /[!-/:-@[-`{-~\p{P}\p{S}]/u;
@@ -8,6 +8,8 @@ const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00
 const SAFE_SCHEME = /^(?:https?:\/\/|mailto:)/i;
 const BARE_ADDRESS = /^https?:\/\/[^\s<>"'`|\\^{}]+/i;
 const LONGEST_ADDRESS = 2000;
+// Mathematics stays as it was typed: its signs are no Markdown.
+const MATH = { "\\(": "\\)", "\\[": "\\]", "$$": "$$" };
 
 /** Returns the address when a link may have it, else null. */
 export function safeAddress(text) {
@@ -32,6 +34,7 @@ class InlineParser {
     this.nodes = [];
     this.brackets = []; // indices of nodes that are an open bracket
     this.missingCode = new Set(); // lengths of backtick runs that are not found again
+    this.missingMath = new Set(); // marks of mathematics whose ends are not found again
   }
 
   parse() {
@@ -42,6 +45,7 @@ class InlineParser {
   step() {
     const { source, at } = this;
     const character = source[at];
+    if ((character === "\\" || character === "$") && this.math()) return;
     if (character === "\\") return this.escape();
     if (character === "`") return this.code();
     if (character === "*" || character === "_" || character === "~") return this.run(character);
@@ -71,6 +75,18 @@ class InlineParser {
       return;
     }
     this.at += 2;
+  }
+
+  /** Reads \(…\), \[…\] or $$…$$; false where there is none. */
+  math() {
+    const opens = this.source.slice(this.at, this.at + 2);
+    const closes = MATH[opens];
+    const end = closes && !this.missingMath.has(opens) ? this.source.indexOf(closes, this.at + 2) : -1;
+    if (closes && end < 0) this.missingMath.add(opens);
+    if (end < 0) return false;
+    this.nodes.push({ type: "math", text: this.source.slice(this.at, end + 2) });
+    this.at = end + 2;
+    return true;
   }
 
   code() {
@@ -178,7 +194,7 @@ class InlineParser {
 
 function nextSpecial(source, from) {
   let at = from;
-  while (at < source.length && !"\\`*_~![]<&\nhH".includes(source[at])) at += 1;
+  while (at < source.length && !"\\`*_~![]<&$\nhH".includes(source[at])) at += 1;
   return at;
 }
 

@@ -10,15 +10,17 @@ export class Composer {
   /** `acts`: send(text), stop(), editLast(), showPart(part). */
   constructor(acts) {
     this.acts = acts;
-    this.box = el("textarea", { id: "ask", rows: 1, placeholder: "Ask something", "aria-describedby": "ask-keys" });
+    this.box = el("textarea", { id: "ask", dir: "auto", rows: 1, placeholder: "Ask something", "aria-describedby": "ask-keys" });
     this.send = button(icon("send"), "Send", () => this.go(), { class: "primary round" });
     this.stop = button(icon("stop"), "Stop", acts.stop, { class: "primary round", hidden: true });
     this.set = el("div", { class: "set" });
+    this.fill = el("p", { class: "keys", hidden: true });
     this.note = el("p", { class: "note problem-note", role: "alert", hidden: true });
     this.element = el(
       "form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.go(); } },
       this.set, this.note,
       el("div", { class: "ask" }, el("label", { for: "ask", class: "unseen" }, "Your turn"), this.box, this.send, this.stop),
+      this.fill,
       el("p", { id: "ask-keys", class: "keys" }, el("kbd", {}, "Enter"), " sends, ", el("kbd", {}, "Shift"), " ", el("kbd", {}, "Enter"), " starts a line, ", el("kbd", {}, "Esc"), " stops"),
     );
     this.box.addEventListener("input", () => this.fit());
@@ -58,6 +60,17 @@ export class Composer {
   say(text) {
     this.note.textContent = text;
     this.note.hidden = !text;
+  }
+
+  /** Shows how full the context is, from half of it on with the way to leave older turns out; null: not known. */
+  context(fill, canShorten) {
+    this.fill.hidden = !fill;
+    if (!fill) return;
+    const words = `Context: ${fill.used} of ${fill.most} tokens (${Math.round(fill.share * 100)}%)`;
+    const meter = el("meter", { min: 0, max: 1, low: 0.7, high: 0.9, optimum: 0, value: fill.share, "aria-label": words });
+    const shorten = fill.share >= 0.5 && canShorten
+      && button(icon("remove"), "Leave out the older half", this.acts.shortenNext, { label: true, class: "quiet small-button" });
+    this.fill.replaceChildren(meter, ` ${words} `, ...(shorten ? [shorten] : []));
   }
 
   /** Shows what is set beside the text. */

@@ -1,6 +1,6 @@
 // Elements by name, attributes and children. Text is only ever a text node.
 
-const PROPERTIES = new Set(["value", "checked", "open", "disabled", "hidden", "indeterminate"]);
+const PROPERTIES = new Set(["value", "checked", "min", "max", "low", "high", "optimum", "open", "disabled", "hidden", "indeterminate"]);
 
 /** Makes an element: `on…` attributes are listeners, false and null are left out, children are nodes or text. */
 export function el(name, attributes = {}, ...children) {

@@ -51,7 +51,7 @@ function inputOf(option, control, attributes) {
 }
 
 function choice(values, { value, placeholder, ...attributes }) {
-  const options = ["", ...values].map((one) => el("option", { value: one }, one || (placeholder ? `unset (${placeholder})` : "unset")));
+  const options = ["", ...values].map((one) => el("option", { value: one }, one || (placeholder ? `as the model has it: ${placeholder}` : "as the model has it")));
   const select = el("select", attributes, options);
   select.value = value;
   return select;

@@ -21,7 +21,8 @@ export class SettingsPanel {
     Object.assign(this, { element, onchange, side: "A", search: "", opened: new Set(["Common"]) });
     this.parts = Object.fromEntries(["system", "answer", "options", "structure", "tools"].map((name) => [name, el("div", { class: "part" })]));
     const titles = { system: "System prompt", answer: "Answer", options: "Options", structure: "Structured output", tools: "Tools" };
-    fill(element, Object.entries(this.parts).map(([name, part]) =>
+    this.amount = el("div", { class: "sides amount", role: "group", "aria-label": "Amount of settings" });
+    fill(element, this.amount, Object.entries(this.parts).map(([name, part]) =>
       el("details", { class: "section", "data-part": name, open: name !== "structure" && name !== "tools" }, el("summary", {}, titles[name]), part)));
   }
 
@@ -29,6 +30,7 @@ export class SettingsPanel {
   show(settings, table) {
     Object.assign(this, { settings, table });
     if (!settings.compare) this.side = "A";
+    this.showAmount();
     this.showSystem();
     this.showAnswer();
     this.showOptions();
@@ -41,6 +43,7 @@ export class SettingsPanel {
     const isOption = !(part in this.parts);
     const section = this.element.querySelector(`[data-part="${isOption ? "options" : part}"]`);
     section.open = true;
+    section.hidden = false;
     if (isOption) {
       this.side = side;
       this.search = "";
@@ -53,6 +56,20 @@ export class SettingsPanel {
 
   changed() {
     this.onchange();
+  }
+
+  /** Simple: system prompt, answer and the common options; what is set is there in any case. */
+  showAmount() {
+    const { settings } = this;
+    const choose = (isSimple) => () => {
+      settings.isSimple = isSimple;
+      this.show(settings, this.table);
+      this.changed();
+    };
+    fill(this.amount, [["Simple", true], ["All", false]].map(([name, isSimple]) =>
+      el("button", { type: "button", "aria-pressed": String(settings.isSimple === isSimple), onclick: choose(isSimple) }, name)));
+    const isUsed = { structure: settings.structure.kind !== "none", tools: settings.tools.trim() !== "" };
+    for (const [name, isSet] of Object.entries(isUsed)) this.element.querySelector(`[data-part="${name}"]`).hidden = settings.isSimple && !isSet;
   }
 
   showSystem() {
@@ -113,7 +130,8 @@ export class SettingsPanel {
 
   showGroups(element, focus) {
     const texts = this.settings.options[this.side];
-    const found = grouped(this.table, this.search);
+    const found = grouped(this.table, this.search).filter(([title, options]) =>
+      !this.settings.isSimple || title === "Common" || this.search || options.some(({ name }) => name === focus || texts[name]?.trim()));
     const groups = found.map(([title, options]) => {
       const count = () => options.filter(({ name }) => texts[name]?.trim()).length;
       const changes = el("span", { class: "count" });

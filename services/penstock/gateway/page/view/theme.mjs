@@ -8,11 +8,13 @@ export function applyTheme() {
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 }
 
+/** The theme that is shown: "light" or "dark". */
+export function shownTheme() {
+  return document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+
 /** Turns to the other of the two. */
 export function toggleTheme() {
-  const isDark = document.documentElement.dataset.theme
-    ? document.documentElement.dataset.theme === "dark"
-    : matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = isDark ? "light" : "dark";
+  document.documentElement.dataset.theme = shownTheme() === "dark" ? "light" : "dark";
   localStorage.setItem(KEY, document.documentElement.dataset.theme);
 }

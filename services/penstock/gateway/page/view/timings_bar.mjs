@@ -1,6 +1,6 @@
 // The time of an answer: a line of figures, and its stages as a bar that unfolds into a table.
 
-import { duration, speed, stagesOf, tokensPerSecond } from "../chat/figures.mjs";
+import { duration, speed, stagesOf, tokensOf, tokensPerSecond } from "../chat/figures.mjs";
 import { el } from "./dom.mjs";
 
 /** True for a warning that an option was left at its default. */
@@ -15,7 +15,7 @@ export function timingsView(turn) {
   const figures = [
     turn.firstToken != null && ["first token", duration(turn.firstToken)],
     perSecond && ["", speed(perSecond)],
-    turn.usage && ["tokens", `${turn.usage.completion_tokens}`],
+    (turn.usage || tokensOf(turn) > 0) && ["tokens", `${tokensOf(turn)}`],
     turn.elapsed != null && ["total", duration(turn.elapsed)],
   ].filter(Boolean);
   if (!figures.length) return null;

@@ -35,7 +35,7 @@ export class TurnView {
 
   update() {
     this.element.classList.toggle("running", Boolean(this.turn.running));
-    if (!this.isAnswer) fill(this.body, el("div", { class: "asked" }, this.turn.content));
+    if (!this.isAnswer) fill(this.body, el("div", { class: "asked", dir: "auto" }, this.turn.content));
     else {
       this.showReasoning();
       this.showText();
@@ -128,7 +128,7 @@ export class TurnView {
 
   edit() {
     const id = freshId("edit");
-    const box = el("textarea", { id, rows: Math.min(16, this.turn.content.split("\n").length + 1), value: this.turn.content });
+    const box = el("textarea", { id, dir: "auto", rows: Math.min(16, this.turn.content.split("\n").length + 1), value: this.turn.content });
     const cancel = () => {
       this.body.replaceChildren();
       this.update();
