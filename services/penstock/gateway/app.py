@@ -64,6 +64,7 @@ from penstock.gateway.known_paths import meant, methods_of
 from penstock.gateway.line_answers import JobClients, LineAnswers
 from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.openapi import Routes, openapi_json
 from penstock.gateway.places import BodyBytes, Places
 from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.request_log import log_request
@@ -146,6 +147,8 @@ _DELETE: dict[str, Handler] = {
     "/v1/conversations/{name}/items/{item}": delete_item,
     "/v1/files/{name}": delete_file,
 }
+# Routes of the document at /openapi.json.
+ROUTES: Routes = {"post": _POST, "get": _GET, "delete": _DELETE}
 # Paths of OpenAI's API and of Anthropic's.
 _OF_BOTH = frozenset(("/v1/models", "/v1/models/{name:path}"))
 # POST routes that read their body themselves, and those that clients send without one.
@@ -237,6 +240,8 @@ class GatewayApp(OwnServer):
         self._health: asyncio.Task[None] | None = None
         self._health_socket = HealthSocket(config.health_socket, lambda: self._is_up) if config.health_socket else None
         self._address = ""
+        # Made when somebody asks for it.
+        self._openapi: bytes | None = None
 
     @property
     def addresses(self) -> BoundAddresses:
@@ -392,6 +397,7 @@ class GatewayApp(OwnServer):
             "/healthz": self._answer_alive,
             "/readyz": self._answer_health,
             "/version": self._answer_version,
+            "/openapi.json": self._answer_openapi,
             "/metrics": self._answer_metrics,
         }
         origins = list(self._config.allowed_origin)
@@ -423,6 +429,11 @@ class GatewayApp(OwnServer):
 
     async def _answer_version(self, request: Request) -> Response:
         return _json({"version": __version__}, 200)
+
+    async def _answer_openapi(self, request: Request) -> Response:
+        if self._openapi is None:
+            self._openapi = await asyncio.to_thread(openapi_json, ROUTES)
+        return Response(self._openapi, media_type="application/json")
 
     async def _answer_metrics(self, request: Request) -> Response:
         if self._tokens is not None and not self._tokens.accepts(request.headers.get("authorization")):

@@ -50,6 +50,12 @@ _KINDS: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": st
 _HINTS = {name: spec.kind.hint for rows in SECTIONS.values() for name, spec in rows.items()}
 
 
+def other_names() -> dict[str, str]:
+    """Return the further names of options, each with the option's own."""
+    found = {other: name for name, others in ALIASES.items() for other in others}
+    return found | {f"guided_{other}": name for name, other in VLLM_CONSTRAINTS.items()}
+
+
 class Fields:
     """A body; its fields are taken one by one."""
 
