@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 from penstock.common.request_context import BACKEND_KEY
-from penstock.v1 import admin_pb2, common_pb2, model_pb2, router_pb2, text_pb2
+from penstock.v1 import admin_pb2, common_pb2, model_pb2, router_pb2, text_pb2, tokenizer_pb2
 
 from penstock_client._channel import END, Channel, Exchange
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
@@ -370,6 +370,16 @@ class Client:
         """One model; the only one when `name` is empty. Raises NotFound."""
         response: text_pb2.GetModelResponse = self._unary(self._stub.GetModel, text_pb2.GetModelRequest(name=name))
         return response.model
+
+    def get_tokenizer(self, model: str = "") -> tokenizer_pb2.GetTokenizerResponse:
+        """Facts about a model's tokenizer: special ids and chat templates. Raises NotFound, and Unavailable while the
+        router knows no tokenizer of the model."""
+        response: text_pb2.GetModelResponse = self._unary(
+            self._stub.GetModel, text_pb2.GetModelRequest(name=model, with_tokenizer=True)
+        )
+        if not response.HasField("tokenizer"):
+            raise Unavailable("the router knows no tokenizer of this model", reason="TOKENIZER_UNAVAILABLE")
+        return response.tokenizer
 
     def list_adapters(self, *, backend: str = "") -> list[admin_pb2.Adapter]:
         """LoRA adapters of a generation service, for its operators.

@@ -86,6 +86,7 @@ from penstock.gateway.text_routes import (
     list_options,
     score,
     tokenize,
+    tokenizer_info,
 )
 from penstock.http2.channel import Http2Channel
 from penstock.serving.channels import watch_health
@@ -134,6 +135,7 @@ _GET: dict[str, Handler] = {
     "/v1/batches": list_batches,
     "/v1/batches/{name}": get_batch,
     "/options": list_options,
+    "/tokenizer_info": tokenizer_info,
 }
 # Seconds of work for a probe, and the most that may be saved up.
 _PROBE_SECONDS, _SAVED_SECONDS = 0.001, 0.05

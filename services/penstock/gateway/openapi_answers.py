@@ -109,6 +109,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "Batches": _object("list", data=_list(_ref("Batch")), **_PAGE),
     "Tokens": _object(tokens=_list(NUMBER), count=NUMBER, max_model_len=NUMBER),
     "Prompt": _object(prompt=TEXT),
+    "TokenizerInfo": _object(tokenizer_class=TEXT, eos_token=_or_null("string"), vocab_size=NUMBER, chat_template={}),
     "Options": _object("list", data=_list(_object(name=TEXT, kind=TEXT, doc=TEXT))),
 }
 # Method and route -> name of the schema.
@@ -147,6 +148,7 @@ ANSWERS: Mapping[tuple[str, str], str] = {
     ("post", "/detokenize"): "Prompt",
     ("post", "/apply-template"): "Prompt",
     ("get", "/options"): "Options",
+    ("get", "/tokenizer_info"): "TokenizerInfo",
 }
 # Queries of routes that read one.
 _NUMBER_QUERY, _TEXT_QUERY = {"type": "integer"}, {"type": "string"}
@@ -161,4 +163,5 @@ QUERIES: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("get", "/v1/conversations/{name}/items"): _LIST_QUERY,
     ("get", "/v1/files"): {**_LIST_QUERY, "purpose": _TEXT_QUERY},
     ("get", "/v1/batches"): {"after": _TEXT_QUERY, "limit": _NUMBER_QUERY},
+    ("get", "/tokenizer_info"): {"model": _TEXT_QUERY},
 }

@@ -18,11 +18,14 @@ from penstock.gateway.answers import dumps, usage_of
 from penstock.gateway.anthropic_models import anthropic_model, anthropic_models
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.file_routes import query_of
 from penstock.gateway.request_fields import Fields, checked, checked_call, ids_of, tools_of, typed
 from penstock.generation.options.request_limits import DEFAULT_LIMITS
 from penstock.generation.options.table import SECTIONS
 
 _STARTED = int(time.time())
+# transformers' class for any tokenizer.json: what the service reads.
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 def _model(model: Any) -> dict[str, Any]:
@@ -233,6 +236,41 @@ async def tokenize(call: HttpCall) -> Answer:
         ids = found[0]
     facts = await call.client.get_model(model)
     return dumps({"tokens": ids, "count": len(ids), "max_model_len": facts.max_context_tokens})
+
+
+async def tokenizer_info(call: HttpCall) -> Answer:
+    """Answer `/tokenizer_info` in vLLM's form: special tokens as texts, and chat templates. Raises NotFound."""
+    model = query_of(call).get("model", "")
+    facts = await call.client.get_tokenizer(model)
+    ids = {
+        "bos_token": facts.bos_token_id if facts.HasField("bos_token_id") else None,
+        "eos_token": facts.eos_token_ids[0] if facts.eos_token_ids else None,
+        "pad_token": facts.pad_token_id if facts.HasField("pad_token_id") else None,
+        "unk_token": facts.unk_token_id if facts.HasField("unk_token_id") else None,
+    }
+    known = {name: number for name, number in ids.items() if number is not None}
+    texts = await call.client.detokenize(
+        [[number] for number in known.values()],
+        skip_special_tokens=False,
+        model=model,
+        timeout=call.config.answer_seconds,
+    )
+    template: Any = facts.chat_template or None
+    if facts.tool_template:
+        template = {"default": facts.chat_template, "tool_use": facts.tool_template}
+    return dumps(
+        {
+            "tokenizer_class": _TOKENIZER_CLASS,
+            **dict.fromkeys(ids),
+            **dict(zip(known, texts, strict=True)),
+            **{f"{name}_id": number for name, number in ids.items()},
+            "eos_token_ids": list(facts.eos_token_ids),
+            "chat_template": template,
+            "model_max_length": facts.model_max_length if facts.HasField("model_max_length") else None,
+            "vocab_size": facts.vocab_size,
+            "fingerprint": facts.tokenizer_fingerprint,
+        }
+    )
 
 
 async def detokenize(call: HttpCall) -> Answer:

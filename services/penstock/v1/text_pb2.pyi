@@ -935,15 +935,19 @@ class GetModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    WITH_TOKENIZER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    with_tokenizer: _builtins.bool
+    """Return facts about its tokenizer, too."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        with_tokenizer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "with_tokenizer", b"with_tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -954,16 +958,22 @@ class GetModelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def model(self) -> Global___Model: ...
+    @_builtins.property
+    def tokenizer(self) -> _tokenizer_pb2.GetTokenizerResponse:
+        """Facts about the model's tokenizer; unset without `with_tokenizer`, and before the router knows one."""
+
     def __init__(
         self,
         *,
         model: Global___Model | None = ...,
+        tokenizer: _tokenizer_pb2.GetTokenizerResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

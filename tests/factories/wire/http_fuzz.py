@@ -47,6 +47,7 @@ _GETS = (
     "/v1/conversations/{}/items",
     "/v1/conversations/a/items/{}",
     "/options",
+    "/tokenizer_info",
     "/health",
     "/healthz",
     "/readyz",

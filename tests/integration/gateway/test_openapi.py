@@ -40,8 +40,12 @@ def test_answers_are_as_the_document_says(served: Served) -> None:
         check(path, "post", "200", served.json(path, body))
         request = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert Draft202012Validator({**request, "components": document["components"]}).is_valid(body), path
-    for path in ("/v1/models", "/options"):
+    for path in ("/v1/models", "/options", "/tokenizer_info"):
         check(path, "get", "200", served.json(path))
+    told = served.json("/tokenizer_info?model=penstock-demo")
+    assert told["eos_token"] == served.json("/detokenize", {"tokens": [told["eos_token_id"]]})["prompt"] != ""
+    assert "{%" in told["chat_template"]
+    assert served.ask("/tokenizer_info?model=none")[0] == 404
     kept = served.json("/v1/conversations", {"items": [{"role": "user", "content": "Hello"}]})["id"]
     check("/v1/conversations/{name}/items", "get", "200", served.json(f"/v1/conversations/{kept}/items"))
     status, _, text = served.ask("/v1/chat/completions", {"messages": 3})

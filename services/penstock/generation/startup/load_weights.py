@@ -16,7 +16,7 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.device_registry import open_device
-from penstock.generation.host.memory import format_weights, parse_memory
+from penstock.generation.host.memory import REST, format_weights, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.options.request_options import ModelDefaults
@@ -27,7 +27,12 @@ from penstock.generation.parallel.meeting import Meeting
 from penstock.generation.parallel.processes import Ranks
 from penstock.generation.startup.draft_model import load_draft_weights
 from penstock.generation.startup.format_warning import warn_of_format
-from penstock.generation.startup.memory_check import check_kv_memory, check_weights, stored_weight_bytes
+from penstock.generation.startup.memory_check import (
+    check_kv_memory,
+    check_least_kv,
+    check_weights,
+    stored_weight_bytes,
+)
 from penstock.generation.startup.preload import Begun
 from penstock.generation.startup.read_files import ModelFiles
 from penstock.generation.startup.read_model import read_model
@@ -78,6 +83,7 @@ def load_weights(start: Start, files: ModelFiles, begun: Begun) -> LoadedWeights
         arena.close()
         arena = None
     device = open_device(config.device)
+    _check_least_kv(config, files, device)
     with contextlib.ExitStack() as if_failed:
         ranks = _start_ranks(start, files, device, begun)
         if ranks is not None:
@@ -98,6 +104,21 @@ def load_weights(start: Start, files: ModelFiles, begun: Begun) -> LoadedWeights
         adapters = _load_adapters(start, model)
         if_failed.pop_all()
     return LoadedWeights(device, model, draft, adapters, ranks)
+
+
+def _check_least_kv(config: GenerationServiceConfig, files: ModelFiles, device: Device) -> None:
+    """Refuse a KV pool without room for one block, before anything is read. Raises DoesNotFit naming --kv-memory."""
+    memory = parse_memory(config.kv_memory)
+    if memory is None or memory == REST:
+        return
+    check_least_kv(
+        files.config,
+        memory,
+        block_size=device.block_size(config.block_size),
+        item_bytes=2 if config.kv_cache_dtype == "auto" else 1,
+        parts=config.tensor_parallel,
+        context=files.context,
+    )
 
 
 def check_room(

@@ -58,6 +58,29 @@ def check_kv_memory(least: int, kv_memory: int, available: int) -> None:
         )
 
 
+def check_least_kv(
+    model: ModelConfig, kv_memory: int, *, block_size: int, item_bytes: int, parts: int, context: int
+) -> None:
+    """Refuse a KV pool that holds not one block of a native model, before its weights are read.
+
+    `item_bytes`: least bytes of a number in the pool. `parts`: ranks that share the heads. `context`: tokens of the
+    longest sequence. Where layers read different windows only one is counted: the pool's own check follows. Raises
+    DoesNotFit naming --kv-memory.
+    """
+    if model.route != "native":
+        return
+    layers = model.num_layers if len(set(model.sliding_windows)) < 2 else 1
+    heads = max(1, model.num_kv_heads // parts)
+    block = layers * (1 + model.has_values) * block_size * heads * model.head_dim * item_bytes
+    if kv_memory < block:
+        whole = block * -(-context // block_size)
+        raise DoesNotFit(
+            f"--kv-memory {format_size(kv_memory)} holds no KV block: one takes {format_size(block)} or more, and one "
+            f"sequence of the whole context ({context} tokens) {format_size(whole)}; give it that, or leave it out",
+            flag="--kv-memory",
+        )
+
+
 def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
     """Estimate the bytes that `stored` bytes of weights take once they are quantised."""
     if quantization not in _QUANTISED_BYTES and not model.checkpoint_format:

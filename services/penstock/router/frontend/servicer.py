@@ -81,6 +81,11 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         asked = request.name or self._table.default
         for model in models:
             if asked in ("", model.name):
-                return text_pb2.GetModelResponse(model=model)
+                answer = text_pb2.GetModelResponse(model=model)
+                if request.with_tokenizer:
+                    link = self._table.choose(text_pb2.TokenizeRequest(model=request.name)).link
+                    if link.info is not None:
+                        answer.tokenizer.CopyFrom(link.info)
+                return answer
         names = those_there_are(model.name for model in models)
         raise NotFound(f"name: no model or adapter of this name; {names}", reason="MODEL_NOT_FOUND", field="name")

@@ -1,0 +1,44 @@
+"""Memory that a model takes, told before any of it is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories.models.checkpoints import tiny_checkpoint
+from penstock.common.errors import DoesNotFit
+from penstock.common.progress import show_nothing
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.models.registry import read_model_config
+from penstock.generation.startup.load import load
+from penstock.generation.startup.memory_check import check_least_kv
+
+
+def test_a_pool_without_room_for_a_block_is_refused_before_the_weights(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    for path in folder.glob("*.safetensors"):
+        # Whoever reads it fails.
+        path.write_bytes(b"")
+    config = GenerationServiceConfig(model=str(folder), kv_memory="1KiB", kernels="torch")
+    with pytest.raises(DoesNotFit, match=r"holds no KV block: one takes .* whole context .* give it that") as caught:
+        load(config, "tiny", show_nothing)
+    assert caught.value.flag == "--kv-memory"
+
+
+def test_the_least_of_a_pool_counts_layers_heads_and_their_ranks(tmp_path: Path) -> None:
+    model = replace(read_model_config(tiny_checkpoint(tmp_path)), num_layers=4, num_kv_heads=2, head_dim=8)
+    model = replace(model, sliding_windows=(None,) * 4)
+    block = 4 * 2 * 16 * 2 * 8 * 2
+
+    def check(memory: int, *, item_bytes: int = 2, parts: int = 1) -> None:
+        check_least_kv(model, memory, block_size=16, item_bytes=item_bytes, parts=parts, context=100)
+
+    check(block)
+    with pytest.raises(DoesNotFit, match=r"one takes 4 KiB .* 100 tokens. 28 KiB"):
+        check(block - 1)
+    check(block // 2, item_bytes=1)
+    check(block // 2, parts=2)
+    # Layers with windows share blocks: only the pool itself knows how many.
+    model = replace(model, sliding_windows=(None, 8, 8, 8))
+    check(block // 4)
