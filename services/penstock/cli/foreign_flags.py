@@ -44,7 +44,7 @@ SERVE_FLAGS = (
     ForeignFlag(("--lora-modules",), VLLM, ("--lora",), "NAME=FOLDER for each"),
     ForeignFlag(("--enable-lora",), VLLM, ("--lora",), "NAME=FOLDER: adapters need no other flag"),
     ForeignFlag(("--max-loras",), VLLM, ("--adapter-memory",), "adapters are bounded by their bytes"),
-    ForeignFlag(("--speculative-config", "--speculative-model"), VLLM, ("--assistant-model",)),
+    ForeignFlag(("--speculative-config", "--speculative-model"), VLLM, ("--assistant-model", "--draft-head")),
     ForeignFlag(
         ("--tokenizer",),
         VLLM,

@@ -18,6 +18,7 @@ import typer
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
 from penstock.cli.inspect_cache import context_bytes, group_lines, kv_groups, layer_sights
+from penstock.cli.inspect_drafts import drafts_line, trained_drafts
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.dtypes import COMPUTED, dtype_name
@@ -172,6 +173,7 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
         # By the positions that layers read: a layer with a window keeps only that.
         "kv_groups": groups,
         "sliding_window": text.get("sliding_window"),
+        "drafts": trained_drafts(values, headers),
         **_tokenizer_facts(folder, text),
         "memory": {
             "weights_bytes": memory,
@@ -181,6 +183,9 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
         },
     }
     facts["starts"], facts["why"], facts["advice"] = _start(folder, values, weights, facts)
+    if (drafts := facts["drafts"]) is not None and drafts["is_model"]:
+        # By the native route.
+        drafts["usable"] = facts["starts"] and not facts["why"]
     share = 1.0 if not experts or not chosen else min(chosen / experts, 1.0)
     read = {kind: as_stored if quantized else weights.read_bytes(item, kind, share) for kind in kinds}
     facts["speed"] = _speed(read) if measures and weights.count else None
@@ -406,6 +411,12 @@ def _start(
     folder: Path, values: Mapping[str, Any], weights: WeightCounts, facts: Mapping[str, Any]
 ) -> tuple[bool, str, list[str]]:
     """Return whether the model starts here (True or False), the reason or the route, and the remedies."""
+    if (drafts := facts["drafts"]) is not None and not drafts["is_model"]:
+        return (
+            False,
+            "it is a draft head, not a model",
+            ["the model that it was trained for, with it as --draft-head"],
+        )
     if not list(folder.glob("*.safetensors")) and not weights.dtypes and not (folder / GGUF_FILE).exists():
         try:
             file_names(folder)
@@ -527,6 +538,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if len(facts["kv_groups"]) > 1:
         for text in group_lines(facts["kv_groups"], format_size):
             yield "", text
+    if facts["drafts"]:
+        yield "drafts", drafts_line(facts["drafts"], is_native=facts["drafts"].get("usable", False))
     yield "vocabulary", f"{facts['vocab_size']}, tokenizer {facts['tokenizer_tokens'] or 'missing'}"
     special = ", ".join(f"{role.removesuffix('_token')} {text}" for role, text in facts["special_tokens"].items())
     yield "special", f"{special or 'none'}; {facts['control_tokens']} control tokens, ended by {facts['eos_token_id']}"

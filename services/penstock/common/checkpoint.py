@@ -15,6 +15,8 @@ from penstock.common.named_models import named_file
 from penstock.common.progress import ShowProgress, show_nothing
 
 DEMO_MODEL_NAME = "penstock-demo"
+# Values of --draft-head beside folders and hub ids: the embedded model's, and the layers for drafts of MODEL itself.
+DEMO_HEAD, OWN_HEAD = "demo", "checkpoint"
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt", "vocab.txt"]
 # Time for the hub to list a model's files; after that only its cache is used.
 HUB_SECONDS = 10.0
@@ -27,6 +29,11 @@ _PATH_PREFIXES = ("/", "./", "../", "~")
 def demo_folder() -> Path:
     """Return the embedded model's folder."""
     return Path(str(resources.files("penstock") / "assets" / "demo"))
+
+
+def demo_head_folder() -> Path:
+    """Return the folder of the embedded model's draft head."""
+    return demo_folder().with_name("demo_head")
 
 
 def model_name(model: str | Path | None) -> str:

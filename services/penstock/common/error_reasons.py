@@ -62,7 +62,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("ADAPTER_DISK_FULL", "RESOURCE_EXHAUSTED", "adapters of stores have no room on disk", "try again later, unload one, or raise `--adapter-disk`"),
     _row("ADAPTER_SLOTS_FULL", "RESOURCE_EXHAUSTED", "requests use all the adapters that may be in memory, or the limit on known names is reached", "try again later, unload one, or raise `--max-adapters` or `--max-known-adapters`"),
     _row("ADAPTER_MEMORY_FULL", "RESOURCE_EXHAUSTED", "adapters in use leave no memory for another one, or a process of the model has no memory for it", "try again later, unload one, or raise `--adapter-memory`"),
-    _row("ASSISTANT_NOT_FOUND", "NOT_FOUND", "no draft model of this name is served", "start the service with `--assistant-model`, or leave the option out"),
+    _row("ASSISTANT_NOT_FOUND", "NOT_FOUND", "no draft model or draft head of this name is served", "start the service with `--assistant-model` or `--draft-head`, or leave the option out"),
     _row("REQUEST_NOT_FOUND", "NOT_FOUND", "no request of the process has this id", "name a request that waits or runs; an ended one holds nothing"),
     _row("BACKEND_NOT_FOUND", "NOT_FOUND", "the router has no backend of this address or name", "send `penstock-backend` (`penstock debug state --backend`) with one that the message lists"),
     _row("GRAPH_NOT_FOUND", "NOT_FOUND", "the model has no graph of this name", "use a name from GetModelInfo's `forward_graphs`"),

@@ -36,7 +36,8 @@ REFUSED: Mapping[str, str] = {
     "assistant_early_exit": f"the model's own first layers do not draft here: {_DRAFTS}",
     "assistant_ensemble_weight": "it mixes the draft model's scores into the answer, but drafts never "
     f"change an answer here: {_DRAFTS}",
-    "use_mtp": f"heads for several tokens do not draft here: {_DRAFTS}",
+    "use_mtp": "a checkpoint's layers for several tokens draft where the server has --draft-head checkpoint and the "
+    f"request names it in assistant_model: {_DRAFTS}",
     "speculation_type": f"dflash and the like need a draft model trained for them, which is not read here: {_DRAFTS}",
     "custom_generate": "no decoding loop of the caller runs here: logits_processor and stopping_criteria take objects "
     "in process, and --logits-processor loads them by name",

@@ -157,6 +157,13 @@ class ModelOptions:
     assistant_model: str | None = option(
         None, "Folder or hub id of a draft model, for requests with assisted generation.", group=MODEL
     )
+    draft_head: str | None = option(
+        None,
+        "Folder or hub id of a draft head (EAGLE-3) that was trained for MODEL, for requests with assisted generation; "
+        "checkpoint: the layers for drafts that MODEL carries; demo: the head of the embedded model.",
+        group=MODEL,
+        metavar="FOLDER|checkpoint|demo",
+    )
 
     logits_processor: tuple[str, ...] = option(
         (),
@@ -272,7 +279,9 @@ class ModelOptions:
         parse=parse_size,
     )
     assistant_kv_memory: str = option(
-        "auto", "Memory of the draft model's own KV pool; auto: room for as many tokens as the main pool.", group=MEMORY
+        "auto",
+        "Memory of the draft model's or draft head's own KV pool; auto: room for as many tokens as the main pool.",
+        group=MEMORY,
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -460,6 +469,10 @@ class GenerationServiceConfig(
         self.adapter_disk_bytes()
         self._check_kv_memory()
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
+        if self.draft_head is not None and self.assistant_model is not None:
+            raise StartupError(
+                "--draft-head and --assistant-model: one of them drafts, so leave the other out", flag="--draft-head"
+            )
         if parse_memory(self.host_kv_memory, flag="--host-kv-memory") == 0 and self.preemption == SWAP:
             raise StartupError(
                 "--preemption swap needs a host pool: give it memory by --host-kv-memory", flag="--preemption"

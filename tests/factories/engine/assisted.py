@@ -1,19 +1,26 @@
-"""Engines with a draft model, and draft models of chosen quality."""
+"""Engines with a draft model or a draft head, and draft models of chosen quality."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from factories.engine.fake_engine import engine_config
+from factories.engine.model_engine import with_free_drafts
+from factories.engine.pools import in_groups, unwritten_host_pool, unwritten_pool
 from factories.models.checkpoints import reference_model
-from factories.models.run_kernels import new_runner
+from factories.models.run_kernels import cpu_device, new_runner
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.draft_head import DraftHead
 from penstock.generation.runner.drafter import ModelDrafter
+from penstock.generation.runner.grammar_masks import MaskFiller
+from penstock.generation.runner.head_drafter import HeadDrafter
 from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.startup.tune_engine import window_of
 
 WIDE = engine_config(num_blocks=1200, max_batch_tokens=600, max_running_sequences=64, max_draft_rows=400)
 
@@ -55,3 +62,29 @@ def assisted_engine(
             max_prefill_tokens=config.max_batch_tokens,
         )
     return Engine(config, make_runner(model, config.num_blocks, config.block_size), None, drafter=drafter)
+
+
+def head_engine(
+    model: CausalLM,
+    head: DraftHead,
+    config: EngineConfig = WIDE,
+    *,
+    draft_blocks: int | None = None,
+    masks: MaskFiller | None = None,
+) -> Engine:
+    """Make an engine over `model` with a draft head on a pool of its own. It drafts as many tokens as asked for: what
+    they cost is measured, and so differs from run to run."""
+    blocks = config.num_blocks if draft_blocks is None else draft_blocks
+    facts = head.config
+    geometry = (1, blocks, config.block_size, facts.num_kv_heads, facts.head_dim)
+    kv = KVCachePool(*geometry, head.dtype, head.device)
+    kv.key(0).fill_(float("nan"))
+    kv.value(0).fill_(float("nan"))
+    kernels = cpu_device().sampling_kernels()
+    drafter = HeadDrafter(head, kv, model.config.vocab_size, kernels=kernels, masks=masks)
+    layout, config = in_groups(model, config)
+    layers = model.config.num_layers if layout is None else layout.layers_a_block
+    places = (layers, config.num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
+    served = unwritten_pool(*places, model.dtype, layout, has_values=model.config.has_values)
+    runner = new_runner(model, served, tap=drafter, masks=masks, host=unwritten_host_pool(served, config))
+    return with_free_drafts(Engine(replace(config, window=window_of(model)), runner, None, drafter=drafter))

@@ -26,6 +26,7 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import (
     CopyKind,
+    DraftKind,
     DraftRequest,
     RunnerOutput,
     SampledToken,
@@ -209,6 +210,8 @@ class FakeRunner:
 
 class FakeDrafter:
     """Drafter whose tokens are the runner's draws, each with probability `quality`, else other ones."""
+
+    kind = DraftKind.DRAFT_MODEL
 
     def __init__(self, quality: float, *, vocab_size: int = 50, lengths: Items[int] = (99,)) -> None:
         """`lengths`: how many tokens the answers have at most, in turns."""

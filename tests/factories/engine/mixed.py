@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -154,15 +154,32 @@ def drafted(name: str) -> Draw:
     return draw
 
 
+def drafted_request(random: Random, name: str, prompts: Sequence[Sequence[int]]) -> Arguments:
+    """Make a request of greedy search or sampling, drafted by `name`, about one of the prompts or about random ids."""
+    own = list(random.choice(prompts)) if random.random() < 0.8 else [random.randint(3, 300) for _ in range(9)]
+    text = random.choice([{}, {}, {"constraint": random.choice(_CONSTRAINTS)}, {"stop_strings": ["e", "ing"]}])
+    ending = {"eos_token_id": None} if "constraint" in text else random.choice([*_ENDINGS, {}, {}, {}])
+    return {
+        "prompt": own,
+        "max_new_tokens": random.randint(1, 40),
+        "seed": random.randint(0, 1 << 40),
+        **drafted(name)(random),
+        **ending,
+        **random.choice([*_PROCESSORS, {}, {}, {}]),
+        **text,
+    }
+
+
+_CONSTRAINTS: tuple[Arguments, ...] = (
+    {"regex": "[a-z]{2,6}( [0-9]+)*"},
+    {"choice": {"values": ["Paris", "Pisa", "London", "a longer choice than those"]}},
+    {"json_schema": json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})},
+    {"json_object": True},
+)
+
+
 def structured(name: str) -> Draw:
     """Structured output in every mode that has it; `name` is the draft model's."""
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    constraints: tuple[Arguments, ...] = (
-        {"regex": "[a-z]{2,6}( [0-9]+)*"},
-        {"choice": {"values": ["Paris", "Pisa", "London", "a longer choice than those"]}},
-        {"json_schema": json.dumps(schema)},
-        {"json_object": True},
-    )
     modes: tuple[Draw, ...] = (
         *(
             MODES[mode]
@@ -173,7 +190,7 @@ def structured(name: str) -> Draw:
     )
     # The model's own end: ENDS are letters and digits here, and some texts cannot be spelled without.
     return lambda random: {
-        "constraint": random.choice(constraints),
+        "constraint": random.choice(_CONSTRAINTS),
         **random.choice(modes)(random),
         "eos_token_id": None,
     }

@@ -26,6 +26,7 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.grammar.matcher_state import MaskWorkers
+from penstock.generation.runner.head_drafter import HeadDrafter
 from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import load
@@ -191,10 +192,11 @@ def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampl
     kv = unwritten_pool(*geometry, own.num_kv_heads, own.head_dim, own.dtype, has_values=own.has_values)
     config = add_states(model, kv, config)
     host = unwritten_host_pool(kv, config)
-    runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size), host=host)
+    drafter = None if loaded.engine.draft is None else loaded.engine.draft.drafter
+    tap = drafter if isinstance(drafter, HeadDrafter) else None
+    runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size), host=host, tap=tap)
     if sampler is not None:
         runner._sampler = sampler
-    drafter = None if loaded.engine.draft is None else loaded.engine.draft.drafter
     if drafter is not None:
         # Another engine counts its sequences from 0 as well.
         drafter.clear()

@@ -17,7 +17,7 @@ from penstock.cli.progress_display import serve_display
 from penstock.cli.serve.device_packages import check_device_packages
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
-from penstock.common.checkpoint import check_model
+from penstock.common.checkpoint import DEMO_HEAD, OWN_HEAD, check_model
 from penstock.common.config import ProcessConfig, ServerConfig, from_env_and_flags
 from penstock.common.environment import ENV_PREFIX, current_environment, prepare_environment
 from penstock.common.errors import StartupError
@@ -145,11 +145,13 @@ def check_models(config: ProcessConfig) -> None:
         check_model(config.model)
     if hasattr(config, "device"):
         check_device_packages(config.device)
-    if (assistant := getattr(config, "assistant_model", None)) is not None:
+    for flag, name in (("--assistant-model", "assistant_model"), ("--draft-head", "draft_head")):
+        if (drafts := getattr(config, name, None)) is None or drafts in (DEMO_HEAD, OWN_HEAD):
+            continue
         try:
-            check_model(assistant)
+            check_model(drafts)
         except StartupError as error:
-            raise StartupError(f"--assistant-model: {error.message}", flag="--assistant-model") from error
+            raise StartupError(f"{flag}: {error.message}", flag=flag) from error
 
 
 def _load(path: str) -> Any:

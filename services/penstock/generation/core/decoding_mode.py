@@ -114,6 +114,11 @@ class DecodingMode:
         return False
 
     @property
+    def asks_draft_model(self) -> bool:
+        """True when the server's draft model, or its draft head, drafts."""
+        return False
+
+    @property
     def rescue(self) -> Rescue:
         """Rows that a constraint saves in spite of the other options."""
         return Rescue.EACH

@@ -68,7 +68,12 @@ class PastOutputs(Protocol):
 
 
 class VerificationCosts(Protocol):
-    """Costs of verifying drafts."""
+    """Costs of drafts, in steps without them."""
+
+    @property
+    def is_known(self) -> bool:
+        """True when a step like the last one was measured without drafts."""
+        ...
 
     def measure(self) -> None:
         """Measure steps from now on."""
@@ -76,6 +81,10 @@ class VerificationCosts(Protocol):
 
     def of(self, num_drafts: int) -> float:
         """Return how much longer a step takes with this number of drafts, over its time without."""
+        ...
+
+    def of_drafting(self, num_drafts: int) -> float:
+        """Return the same of drafting them, before they are verified."""
         ...
 
 
@@ -117,6 +126,8 @@ class Request:
     past_outputs: PastOutputs | None = None
     # Set by the engine.
     draft_costs: VerificationCosts | None = None
+    # Set by the engine: what drafts for it is a draft head.
+    has_draft_head: bool = False
     # Set by the engine: version of the model's weights that its first step has.
     weights_version: int = 0
     # Span of its trace; None: it has no trace. It ends with the request.

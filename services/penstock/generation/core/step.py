@@ -170,6 +170,7 @@ class DraftKind(enum.Enum):
     NGRAM_MEMORY = "ngram_memory"
     LOOKAHEAD = "lookahead"
     DRAFT_MODEL = "draft_model"
+    DRAFT_HEAD = "draft_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,11 @@ class DraftRequest:
 
 class Drafter(Protocol):
     """Interface of a draft model. The engine calls it between two steps, for all requests of a step at once."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """Origin of its drafts."""
+        ...
 
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
         """Return draft tokens for each request, empty without room or a proposal. Never fails a request."""

@@ -1,4 +1,4 @@
-"""Costs of verifying drafts on this machine, measured in the engine's own steps."""
+"""Costs of drafts on this machine, measured in the engine's own steps: of verifying them, and of a head's drafting."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # Shares of a plain step that drafts add to it, and each of them, before any was measured: between those of a small
 # model with AVX2 and with AVX-512.
 _FIRST_BASE, _FIRST_EACH = 0.15, 0.08
+# The same of making one with a draft head.
+_FIRST_DRAFTING = 0.1
 # Weight of one more step once several were measured, and the most of a plain step by which it differs from what is
 # expected: it may be slow for another reason. With both sides cut alike the averages are near to medians.
 _WEIGHT, _MOST_ERROR = 1 / 8, 0.5
@@ -38,9 +40,18 @@ class DraftCosts(EngineListener):
         self._base = [_FIRST_BASE] * _SIZES
         self._more = [_FIRST_EACH * _DRAFTS_UNIT] * _SIZES
         self._num_learnt = [0] * _SIZES
+        # The share that making one draft of every sequence adds.
+        self._drafting = [_FIRST_DRAFTING] * _SIZES
         self._size = 1
         # Drafts of each sequence of the last step, and the share that they added; 0 drafts: it had none.
         self._last_drafts, self._last_share = 0.0, 0.0
+        # Seconds of making the drafts that the next step verifies.
+        self._draft_seconds = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """See VerificationCosts."""
+        return self._plain[self._size] > 0.0
 
     def measure(self) -> None:
         """Measure steps from now on: a request drafts that asks for costs."""
@@ -57,6 +68,7 @@ class DraftCosts(EngineListener):
         num_drafts = self._num_verified - before
         size = self._size = sample.num_sequences.bit_length()
         last_drafts, self._last_drafts = self._last_drafts, 0.0
+        draft_seconds, self._draft_seconds = self._draft_seconds, sample.draft_seconds
         if sample.num_tokens - sample.num_sequences != num_drafts:
             # It has rows of prompts.
             return
@@ -68,6 +80,9 @@ class DraftCosts(EngineListener):
         if num_drafts:
             if plain > 0.0:
                 self._last_drafts, self._last_share = num_drafts / sample.num_sequences, more
+                if draft_seconds:
+                    each = draft_seconds / plain / self._last_drafts
+                    self._drafting[size] += _WEIGHT * _cut(each - self._drafting[size])
         elif not last_drafts:
             self._plain[size] = plain * (1.0 + _WEIGHT * _cut(more)) if plain > 0.0 else seconds
 
@@ -75,6 +90,10 @@ class DraftCosts(EngineListener):
         """Return how much longer a step like the last one takes with `num_drafts` drafts of each of its sequences, over
         its time without."""
         return self._base[self._size] + self._more[self._size] * num_drafts / _DRAFTS_UNIT
+
+    def of_drafting(self, num_drafts: int) -> float:
+        """Return how much longer it takes to make them before, by a draft head."""
+        return self._drafting[self._size] * num_drafts
 
     def _learn(self, size: int, num_drafts: float, share: float) -> None:
         """Move the line towards the share that this number of drafts of each sequence has added."""

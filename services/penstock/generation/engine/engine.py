@@ -19,7 +19,7 @@ from penstock.common.errors import (
 from penstock.common.idle_only import IDLE_TENANT
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
-from penstock.generation.core.step import SchedulerOutput
+from penstock.generation.core.step import DraftKind, SchedulerOutput
 from penstock.generation.engine.acceptance import (
     check_capacity,
     check_deadline,
@@ -163,6 +163,7 @@ class Engine:
         if request.params.mode.recalls_outputs:
             request.past_outputs = self._memory.of((request.fair_share_key, request.block_salt))
         request.draft_costs = self._draft_costs
+        request.has_draft_head = self._drafter is not None and self._drafter.kind is DraftKind.DRAFT_HEAD
         context = () if request.begins_text else request.known_prompt_ids
         criteria = stop_criteria(
             request.params, output_limit(self.config, request), self._stop_text, context, request.thought

@@ -165,7 +165,7 @@ class ModelHolder:
         self, config: GenerationServiceConfig, progress: CancellableProgress, begun: Begun | None = None
     ) -> Future[LoadedModel]:
         """Load on a thread of its own: with it go the threads that its kernels started. The process ends without it."""
-        num_models, num_loaded = 1 if config.assistant_model is None else 2, 0
+        num_models, num_loaded = 1 + (config.assistant_model is not None) + (config.draft_head is not None), 0
 
         def note(stage: StageProgress) -> None:
             """Store the progress and show it. Called on the loading thread, and on those of a download."""

@@ -50,3 +50,17 @@ class HiddenKeeper:
         """Keep the rows of `layer` when it is one of the chosen ones."""
         if self.layers is None or layer in self.layers:
             self.states[layer] = hidden_TI.index_select(0, self.rows_R)
+
+
+@dataclass(slots=True)
+class LayerTaps:
+    """Keeps all rows of a few layers, numbered as in HiddenKeeper, for a draft head."""
+
+    layers: tuple[int, ...]
+    # layer -> (T, hidden), in the model's dtype.
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, layer: int, hidden_TI: Tensor) -> None:
+        """Keep a copy of the rows of `layer` when it is one of the chosen ones: the stream is changed in place."""
+        if layer in self.layers:
+            self.states[layer] = hidden_TI.clone()

@@ -157,7 +157,7 @@ def check_assistant(name: str | None, served: str) -> None:
     """Raise NotFound unless `name` is unset, empty or the served draft model's."""
     if name and name != served:
         # So that a caller need not guess; a model's name is no secret.
-        there = f"{served!r} is" if served else "none is, see --assistant-model"
+        there = f"{served!r} is" if served else "none is, see --assistant-model and --draft-head"
         raise NotFound(
             f"config.assistant_model: no draft model of this name is served beside the model, {there}",
             reason="ASSISTANT_NOT_FOUND",

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.decoding_mode import PLAIN
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
+from penstock.generation.core.step import DraftKind, ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
-from penstock.generation.engine.drafts import goes_on
+from penstock.generation.runner.draft_shadow import new_shadow, take_draft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.step import DraftRequest, Runner, SampledToken
 
 
@@ -56,6 +53,8 @@ class ModelDrafter:
     drafts are rolled back. When the pool is full, the sequences with the oldest drafts are forgotten. If even that
     leaves no room, a sequence gets no drafts.
     """
+
+    kind = DraftKind.DRAFT_MODEL
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class ModelDrafter:
         original = request.sequence
         shadow = self._shadows.get(original.seq_id)
         if shadow is None:
-            shadow = self._shadows[original.seq_id] = _Shadow(_new_shadow(request))
+            shadow = self._shadows[original.seq_id] = _Shadow(new_shadow(request))
         self._shadows.move_to_end(original.seq_id)
         own = shadow.sequence
         # The row of the last token is needed for the first draft.
@@ -187,17 +186,9 @@ class ModelDrafter:
     @staticmethod
     def _take(draft: _Draft, drawn: SampledToken | None) -> None:
         """Append a drawn token and decide whether another one follows. None: the model's output is not a number."""
-        own, params = draft.shadow, draft.shadow.params
         draft.num_left -= 1
-        if drawn is None or (drawn.token_id in params.eos_token_ids and not params.ignore_eos):
-            draft.num_left = 0
-            return
-        if own.grammar is not None and not goes_on(own.grammar, drawn.token_id):
-            draft.num_left = 0
-            return
-        own.token_ids.append(drawn.token_id)
-        # The token itself still counts, as in transformers' ConfidenceCriteria.
-        if drawn.logprob is not None and math.exp(drawn.logprob) < draft.request.confidence_threshold:
+        threshold = draft.request.confidence_threshold
+        if drawn is None or not take_draft(draft.shadow, drawn.token_id, drawn.logprob, threshold):
             draft.num_left = 0
 
     def _answer(self, request: DraftRequest) -> list[int]:
@@ -209,27 +200,3 @@ class ModelDrafter:
         if shadow is not None:
             self._tables.free(shadow.sequence)
             self._released.append(seq_id)
-
-
-def _new_shadow(request: DraftRequest) -> Sequence:
-    original = request.sequence
-    return Sequence(
-        seq_id=original.seq_id,
-        index=original.index,
-        params=_draft_params(original.params, request.confidence_threshold),
-        seed=original.seed,
-        token_ids=[],
-        num_prompt_tokens=original.num_prompt_tokens,
-    )
-
-
-def _draft_params(params: SamplingParams, confidence_threshold: float) -> SamplingParams:
-    """Return the options that the request's draws depend on, and of its outputs only the probability for a
-    threshold."""
-    return replace(
-        params,
-        top_logprobs=0 if confidence_threshold > 0.0 else None,
-        prompt_logprobs=None,
-        tensors=None,
-        mode=PLAIN,
-    )

@@ -24,6 +24,7 @@ from penstock.generation.models.hidden_keeper import joint
 from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
+from penstock.generation.runner.feature_tap import FeatureTap, TappedStep
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
 from penstock.generation.runner.grouped_input_batch import GroupedInputBatch
 from penstock.generation.runner.hidden_states import HiddenHistories
@@ -77,12 +78,13 @@ class ModelRunner:
         host: HostKVPool | None = None,
         graphs: GraphCapture | None = None,
         most_captured_rows: int = 256,
+        tap: FeatureTap | None = None,
     ) -> None:
         """`prompt_logprob_rows`: most prompt rows with logits at a time; each takes vocabulary x 4 bytes, thrice.
 
         `masks` None: no sequence may have a grammar. `kernels`: the device's sampling kernels; None: the reference.
         `host` None: no step copies blocks from or to the host. `graphs`: decode steps of up to `most_captured_rows` are
-        captured by it where the model can be.
+        captured by it where the model can be. `tap` None: no request has drafts of a head.
         """
         self._again = partial(
             ModelRunner,
@@ -93,6 +95,7 @@ class ModelRunner:
             host=host,
             graphs=graphs,
             most_captured_rows=most_captured_rows,
+            tap=tap,
         )
         if graphs is not None and can_capture(model, kv):
             model = CapturedLM(model, kv, graphs, most_captured_rows)
@@ -113,6 +116,7 @@ class ModelRunner:
         self._adapters = AdapterRows()
         self._sampler = Sampler(model.device, kernels)
         self._fast_path = FastPath()
+        self._tap = tap
         self._masks = None if masks is None else GrammarMasks(masks)
         # State that the next step may go on from.
         self._steady: SteadyDecode | None = None
@@ -167,17 +171,19 @@ class ModelRunner:
         draws = DrawRows.of(output.scheduled, inputs.row_starts)
         exits = EarlyExits(draws, self._model.device) if draws.dola else None
         tensors = self._start_tensors(draws, inputs.row_starts) if draws.tensors else None
+        tapped = None if self._tap is None else TappedStep.of(self._tap, output, inputs.row_starts)
         masks = self._start_masks(draws)
         drawn = None
         num_rows = inputs.row_starts[-1]
         # hidden_RI holds the rows that are drawn from, or all rows where others are wanted, too.
-        rows_R = None if draws.wants_all_of(num_rows) else self._index(draws.rows)
+        wants_all = draws.wants_all_of(num_rows) or (tapped is not None and tapped.wants_last(self._num_layers))
+        rows_R = None if wants_all else self._index(draws.rows)
         num_results = num_rows if rows_R is None else len(draws.rows)
         adapters = None
         if output.adapters is not None:
             adapters = self._adapters.of(self._model, output.adapters, inputs.row_starts)
         embeds_TI = embed_step(self._model, output.scheduled, inputs, adapters) if output.has_embeds else None
-        if self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
+        if tapped is None and self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
             hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI, adapters)
             # The call of a steady decode looks up the ids itself.
             looks_up = adapters is None or not adapters.changes_embedding
@@ -193,10 +199,16 @@ class ModelRunner:
                 self._kv,
                 rows_R,
                 embeds_TI=embeds_TI,
-                keeper=joint(None if exits is None else exits.keeper, None if tensors is None else tensors.keeper),
+                keeper=joint(
+                    None if exits is None else exits.keeper,
+                    None if tensors is None else tensors.keeper,
+                    None if tapped is None else tapped.layers,
+                ),
                 attention=None if tensors is None else tensors.attention,
                 adapters=adapters,
             )
+        if tapped is not None:
+            tapped.hand_over(hidden_RI, self._num_layers, self._model.embed)
         if self._states is not None:
             self._states.save(output.saved)
         # Those that change the head.
@@ -222,6 +234,10 @@ class ModelRunner:
             keeper.release(seq_ids)
         if self._states is not None:
             self._states.release(seq_ids)
+
+    @property
+    def _num_layers(self) -> int:
+        return self._model.config.num_layers
 
     @property
     def longest_prompt(self) -> int:

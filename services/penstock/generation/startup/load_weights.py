@@ -18,6 +18,7 @@ from penstock.generation.devices.base import Device
 from penstock.generation.devices.device_registry import open_device
 from penstock.generation.host.memory import REST, format_weights, parse_memory
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.draft_head import DraftHead
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.options.request_options import ModelDefaults
 from penstock.generation.options.validate import unsupported_option
@@ -27,6 +28,7 @@ from penstock.generation.parallel.meeting import Meeting
 from penstock.generation.parallel.processes import Ranks
 from penstock.generation.startup.draft_model import load_draft_weights
 from penstock.generation.startup.format_warning import warn_of_format
+from penstock.generation.startup.load_head import load_draft_head
 from penstock.generation.startup.memory_check import (
     check_kv_memory,
     check_least_kv,
@@ -51,6 +53,8 @@ class LoadedWeights:
     model: LanguageModel
     # Of the draft model; None: there is none.
     draft: LanguageModel | None
+    # Trained to draft for the model; None: there is none.
+    head: DraftHead | None
     adapters: AdapterStore
     # Further processes that have a part of the model; None: there are none.
     ranks: Ranks | None
@@ -98,12 +102,13 @@ def load_weights(start: Start, files: ModelFiles, begun: Begun) -> LoadedWeights
         model = _load_model(start, files, device, ranks)
         warn_of_format(config.quantization, model)
         draft = load_draft_weights(config, files.folder, device, start.show)
+        head = load_draft_head(config, files.folder, model, device, start.show)
         if arena is not None:
             arena.close()
         _check_defaults(files.defaults, model)
         adapters = _load_adapters(start, model)
         if_failed.pop_all()
-    return LoadedWeights(device, model, draft, adapters, ranks)
+    return LoadedWeights(device, model, draft, head, adapters, ranks)
 
 
 def _check_least_kv(config: GenerationServiceConfig, files: ModelFiles, device: Device) -> None:

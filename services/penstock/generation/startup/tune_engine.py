@@ -22,6 +22,7 @@ from penstock.generation.startup.batch_tuning import (
     tune_batch_tokens,
 )
 from penstock.generation.startup.draft_model import DraftModel, make_draft_model
+from penstock.generation.startup.load_head import HeadDraft, make_head_draft
 from penstock.generation.startup.load_weights import LoadedWeights
 from penstock.generation.startup.make_pools import Pools
 from penstock.generation.startup.read_files import ModelFiles
@@ -37,7 +38,7 @@ class EngineParts:
     config: EngineConfig
     runner: ModelRunner
     batch: BatchTuning
-    draft: DraftModel | None
+    draft: DraftModel | HeadDraft | None
 
     def warm_up(self, work: WarmUpWork | None = None) -> None:
         """Run all models once, the served one with `work`. Writes into blocks of the pools, so none may be in use or
@@ -68,6 +69,9 @@ def tune_engine(start: Start, files: ModelFiles, weights: LoadedWeights, pools: 
     """
     config, model, device = start.config, weights.model, weights.device
     masks = MaskWorkers(files.config.vocab_size, config.mask_threads)
+    head = None
+    if weights.head is not None:
+        head = make_head_draft(config, weights.head, model, pools.kv, device, files.context, masks)
     runner = ModelRunner(
         model,
         pools.kv,
@@ -76,6 +80,7 @@ def tune_engine(start: Start, files: ModelFiles, weights: LoadedWeights, pools: 
         host=pools.host,
         graphs=pools.graphs,
         most_captured_rows=config.max_running_sequences,
+        tap=None if head is None else head.drafter,
     )
     # Before the warm-up, which writes into the KV pool: the memory of large steps then does not add to the pool's.
     batch = _tune_batch(start, weights, pools)
@@ -91,7 +96,7 @@ def tune_engine(start: Start, files: ModelFiles, weights: LoadedWeights, pools: 
         _log.info("layers keep only what they read: blocks behind it are given back", tokens=spans)
     own = _engine_config(config, pools, files.context, batch.tokens, window)
     draft = None if weights.draft is None else make_draft_model(config, weights.draft, device, own, masks)
-    return EngineParts(own, runner, batch, draft)
+    return EngineParts(own, runner, batch, draft or head)
 
 
 def window_of(model: LanguageModel) -> int:

@@ -85,3 +85,16 @@ def test_a_clock_that_stands_still_changes_nothing() -> None:
     steps.add(0.0)
     steps.add(0.0, drafts=3)
     assert steps.costs.of(3) == before
+
+
+def test_making_drafts_with_a_head_has_a_cost_of_its_own() -> None:
+    steps = Steps()
+    assert not steps.costs.is_known
+    for _ in range(300):
+        steps.add(0.010, sequences=2)
+        # Four drafts of each are made after this step, in half the time of a step beside it.
+        steps.add(0.015, sequences=2, draft_model=0.005)
+        steps.add(0.012, sequences=2, drafts=8)
+        steps.add(0.010, sequences=2)
+    assert steps.costs.is_known
+    assert steps.costs.of_drafting(4) == pytest.approx(0.5, abs=0.02)

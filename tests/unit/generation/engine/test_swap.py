@@ -10,7 +10,7 @@ from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_con
 from factories.engine.host_pools import host_fields
 from penstock.common.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock.generation.core.request import Request
-from penstock.generation.core.step import CopyKind, RunnerOutput, SchedulerOutput
+from penstock.generation.core.step import CopyKind, DraftKind, RunnerOutput, SchedulerOutput
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP, EngineConfig
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -149,6 +149,8 @@ def test_a_drafter_forgets_who_waits_for_its_blocks() -> None:
     released: list[int] = []
 
     class Drafter:
+        kind = DraftKind.DRAFT_MODEL
+
         def draft(self, requests: Any) -> list[list[int]]:
             return [[] for _ in requests]
 

@@ -25,6 +25,7 @@ from penstock.generation.engine.decoding.lookahead import Lookahead
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling, blocks_needed, most_sequences
 from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
 from penstock.generation.engine.draft_account import DraftAccount
+from penstock.generation.engine.draft_length import DraftLength
 from penstock.generation.engine.drafts import DraftThrottle, goes_on, until_end
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class AssistanceOptions(DecodingMode):
     may_be_guided = False
 
     @property
+    @override
     def asks_draft_model(self) -> bool:
-        """True when the server's draft model drafts."""
         return self.uses_draft_model and self.own_drafts is None
 
     @property
@@ -126,6 +127,8 @@ class _Drafting:
     lookahead_throttle: DraftThrottle = field(default_factory=DraftThrottle)
     # Draft model: number of tokens to ask for; None: the options' number.
     num_drafts: int | None = None
+    # Draft head; None: drafts cost nothing that is known.
+    length: DraftLength | None = None
 
     @property
     def throttle(self) -> DraftThrottle | None:
@@ -177,14 +180,13 @@ class AssistedGeneration(ParallelSampling):
         if not self._options.asks_draft_model:
             return []
         threshold = self._options.confidence_threshold
-        requests = [
-            DraftRequest(one, min(self._wanted(self._drafting[one]), self._room(one)), threshold) for one in self._ready
-        ]
+        requests = [DraftRequest(one, self._number(one), threshold) for one in self._ready]
         return [request for request in requests if request.num_tokens > 0]
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         for sequence, token_ids in drafts.items():
-            self._draft(sequence, until_end(token_ids, self._end_ids), DraftKind.DRAFT_MODEL)
+            kind = DraftKind.DRAFT_HEAD if self._request.has_draft_head else DraftKind.DRAFT_MODEL
+            self._draft(sequence, until_end(token_ids, self._end_ids), kind)
 
     def restarted(self) -> list[Sequence] | None:
         """Drop the drafts: a preempted request spends no room or computation on them."""
@@ -237,13 +239,18 @@ class AssistedGeneration(ParallelSampling):
         """Adapt the number of drafts (transformers' heuristic schedules): 2 more if all were accepted, else 1 less.
 
         With either schedule each sequence of each request begins anew. Drafts of memory and lookahead have no schedule:
-        they pause while none is accepted. Those of prompt lookup pause while they do not pay.
+        they pause while none is accepted. Those of prompt lookup pause while they do not pay. A head drafts as many as
+        pay.
         """
         if not num_drafts:
             return
         if drafting.kind is DraftKind.PROMPT_LOOKUP:
             if drafting.lookup_account is not None:
                 drafting.lookup_account.note(num_drafts, accepted)
+            return
+        if drafting.kind is DraftKind.DRAFT_HEAD:
+            if drafting.length is not None:
+                drafting.length.note(num_drafts, accepted)
             return
         throttle = drafting.throttle
         if throttle is not None:
@@ -255,6 +262,12 @@ class AssistedGeneration(ParallelSampling):
     def _wanted(self, drafting: _Drafting) -> int:
         return self._options.num_assistant_tokens if drafting.num_drafts is None else drafting.num_drafts
 
+    def _number(self, sequence: Sequence) -> int:
+        """Return the number of drafts to ask the draft model, or the draft head, for."""
+        drafting = self._drafting[sequence]
+        most = min(self._wanted(drafting), self._room(sequence))
+        return most if drafting.length is None or most <= 0 else drafting.length.affordable(most)
+
     def _room(self, sequence: Sequence) -> int:
         """Return the number of drafts that the sequence can still use: the row of the last one draws a token, too."""
         return self._criteria.max_output_tokens - sequence.num_output_tokens - 1
@@ -265,6 +278,9 @@ class AssistedGeneration(ParallelSampling):
         if options.prompt_lookup_num_tokens is not None and costs is not None:
             costs.measure()
             drafting.lookup_account = DraftAccount(costs)
+        if options.asks_draft_model and self._request.has_draft_head and costs is not None:
+            costs.measure()
+            drafting.length = DraftLength(costs)
         if options.lookahead_window is not None:
             # A prompt may have no ids; then any id will do, and an id that the prompt has not is as good as another.
             fillers = self._request.known_prompt_ids or [0]

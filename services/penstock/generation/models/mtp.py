@@ -1,0 +1,223 @@
+"""Layers for multi-token prediction that a checkpoint carries after its last layer (DeepSeek-V3, arXiv 2412.19437).
+
+Such a layer reads the final hidden state of a token and the embedding of the next one, joined by `eh_proj`, and is
+otherwise one of the model's own decoder layers. Only the first is read: it drafts a chain by itself, as in vLLM and
+SGLang.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import Activation, ModelConfig
+from penstock.generation.layers.decoder_layer import RMSNorm
+from penstock.generation.layers.rope import RotaryEmbedding
+from penstock.generation.models.draft_head import DraftHead, Embed
+from penstock.generation.models.loader import LayerMaker
+from penstock.generation.weights.checkpoint_weights import CheckpointWeights, TensorSource
+from penstock.generation.weights.files import is_packed
+from penstock.generation.weights.quantised.table import open_checkpoint
+from penstock.generation.weights.tensor_names import (
+    EMBEDDING,
+    LM_HEAD,
+    NORM,
+    LayerLinear,
+    layer_prefix,
+    tensor_shapes,
+)
+
+if TYPE_CHECKING:
+    from penstock.common.progress import CountBytes
+    from penstock.generation.attention.base import AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.devices.base import Device
+    from penstock.generation.layers.linear.base import Linear
+    from penstock.generation.models.decoder import CausalLM
+
+# Its tensors beside those of a decoder layer.
+_NEXT_NORM, _STATE_NORM, _JOINT = "enorm", "hnorm", "eh_proj"
+_NORM, _HEAD, _TABLE = "shared_head.norm.weight", "shared_head.head.weight", "embed_tokens.weight"
+
+
+class MultiTokenHead(DraftHead):
+    """A multi-token-prediction layer in memory. What stands for the next row's final hidden state is its own, after
+    `shared_head.norm`."""
+
+    kind = "multi-token prediction"
+
+    def __init__(self, model: CausalLM, weights: LayerWeights, device: Device, table: Tensor | None) -> None:
+        """Take all weights, in the order of their use. `table`: an embedding of its own."""
+        config, kernels = weights.config, device.layer_kernels(model.dtype)
+        maker = LayerMaker(config, weights, kernels)
+        rotaries = [
+            RotaryEmbedding(
+                rope, config.rope_width, device.torch_device, model.dtype, max_positions=config.max_position_embeddings
+            )
+            for rope in maker.ropes
+        ]
+        super().__init__(device.attention(model.dtype, config.head_dim), rotaries, kernels.stream_dtype(model.dtype))
+        self.config, self.taps = config, (model.config.num_layers,)
+        self.dtype, self.device, self.served_ids = model.dtype, device.torch_device, None
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(weights.tensor(f"{layer_prefix(0)}{name}"), config.rms_norm_eps, kernels)
+
+        hidden = config.hidden_size
+        self._next_norm, self._state_norm = norm(f"{_NEXT_NORM}.weight"), norm(f"{_STATE_NORM}.weight")
+        joint = LayerLinear(_JOINT, (_JOINT,), (hidden,), 2 * hidden, has_bias=False)
+        self._joint = weights.linear(layer_prefix(0), joint)
+        self._layer = maker.layer(0)
+        self._norm = norm(_NORM)
+        own = LayerLinear("shared_head.head", ("shared_head.head",), (config.vocab_size,), hidden, has_bias=False)
+        self._head = model.head if weights.shares_head else weights.linear(layer_prefix(0), own)
+        self._table = table
+        self.num_bytes = weights.num_bytes + (0 if table is None else table.nbytes)
+        self.num_parameters = weights.num_parameters
+
+    @override
+    def features(self, states: Sequence[Tensor]) -> Tensor:
+        return states[0]
+
+    @override
+    def embedded(self, ids_T: Tensor, embed: Embed) -> Tensor:
+        return embed(ids_T) if self._table is None else F.embedding(ids_T, self._table)
+
+    @override
+    @torch.inference_mode()
+    def forward(
+        self, embeds_TI: Tensor, features_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
+    ) -> Tensor:
+        both = [self._next_norm(embeds_TI.contiguous()), self._state_norm(features_TI.contiguous())]
+        stream_TI = self._joint(torch.cat(both, dim=-1)).to(self._stream)
+        pending_TI = self._layer(stream_TI, None, self._step(positions_T, metadata, kv))
+        return self._norm.add(stream_TI, pending_TI)
+
+    @override
+    @torch.inference_mode()
+    def scores(self, hidden_NI: Tensor) -> Tensor:
+        return self._head.as_float(hidden_NI.contiguous())
+
+
+class LayerWeights:
+    """loaded_weights.Weights of a checkpoint's first layer after the last one, as those of a model with one layer."""
+
+    def __init__(
+        self,
+        folder: Path,
+        served: ModelConfig,
+        device: Device,
+        dtype: torch.dtype,
+        quantization: str,
+        progress: CountBytes | None = None,
+    ) -> None:
+        """Open the checkpoint of the `served` model. Raises StartupError naming the tensor at fault."""
+        experts = served.experts
+        self.config = replace(
+            served,
+            num_layers=1,
+            sliding_windows=(None,),
+            layer_ropes=(),
+            num_draft_layers=0,
+            # Dense layers are the first ones of a model.
+            experts=None if experts is None else replace(experts, layers=(True,)),
+        )
+        self._prefix = layer_prefix(served.num_layers)
+        source = open_checkpoint(folder, progress)
+        expected = self._shapes()
+        tables = {f"{self._prefix}{_HEAD}": LM_HEAD, f"{self._prefix}{_TABLE}": EMBEDDING}
+        shape = (served.vocab_size, served.hidden_size)
+        # Those that are the model's own are not read again.
+        own = [name for name, same in tables.items() if name in source and not _are_one(source, name, same)]
+        self.shares_head = f"{self._prefix}{_HEAD}" not in own
+        self.has_table = f"{self._prefix}{_TABLE}" in own
+        layers = range(served.num_layers + served.num_draft_layers)
+        others = [layer_prefix(number) for number in layers if number != served.num_layers]
+        for prefix in (*others, *(name for name in tables if name not in own), EMBEDDING, LM_HEAD, NORM):
+            source.leave_out(prefix)
+        source.check({**expected, **dict.fromkeys(own, shape)}, {})
+        self.num_parameters = sum(map(math.prod, [*expected.values(), *[shape for _ in own]]))
+        self._weights = CheckpointWeights(source, device, dtype, quantization, is_tied=False, map_embeddings=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Weights."""
+        return self._weights.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """See Weights."""
+        return self._weights.num_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """See Weights."""
+        return self._weights.mapped_bytes
+
+    @property
+    def forms(self) -> Mapping[str, int]:
+        """See Weights."""
+        return self._weights.forms
+
+    def head_and_table(self) -> tuple[Linear, Tensor | None]:
+        """Raise RuntimeError: the layer has them apart."""
+        raise RuntimeError("a layer for drafts has no head of a model")
+
+    def table(self) -> Tensor | None:
+        """Return an embedding of its own; None: it is the model's."""
+        return self._weights.tensor(f"{self._prefix}{_TABLE}") if self.has_table else None
+
+    def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
+        """See Weights."""
+        return self._weights.linear(self._prefix, linear, activation)
+
+    def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
+        """See Weights."""
+        return self._weights.matrix(self._prefix, linear)
+
+    def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
+        """See Weights."""
+        return self._weights.tensor(f"{self._prefix}{name.removeprefix(layer_prefix(0))}", is_exact=is_exact)
+
+    def layer_is_complete(self) -> None:
+        """See Weights."""
+        self._weights.layer_is_complete()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of the tensors that the layer must have."""
+        hidden, first = self.config.hidden_size, layer_prefix(0)
+        layer = {name.removeprefix(first): shape for name, shape in tensor_shapes(self.config).items() if first in name}
+        layer |= dict.fromkeys((f"{_NEXT_NORM}.weight", f"{_STATE_NORM}.weight", _NORM), (hidden,))
+        layer[f"{_JOINT}.weight"] = (hidden, 2 * hidden)
+        return {f"{self._prefix}{name}": shape for name, shape in layer.items()}
+
+
+def load_mtp(
+    folder: Path, model: CausalLM, device: Device, quantization: str, progress: CountBytes | None = None
+) -> MultiTokenHead:
+    """Load the first layer for drafts of the checkpoint in `folder`, which `model` was read from. Raises StartupError
+    naming what is missing."""
+    served = model.config
+    if not served.num_draft_layers:
+        raise StartupError(
+            f"{folder} has no layers for drafts that are known here: config.json of a native model with "
+            "num_nextn_predict_layers has"
+        )
+    if is_packed(folder):
+        raise StartupError(f"{folder} is packed, and without its layers for drafts: give the checkpoint it was made of")
+    weights = LayerWeights(folder, served, device, model.dtype, quantization, progress)
+    return MultiTokenHead(model, weights, device, weights.table())
+
+
+def _are_one(source: TensorSource, name: str, served_name: str) -> bool:
+    """True when the layer's tensor has the numbers of the model's."""
+    return served_name in source and source.are_equal(name, served_name)

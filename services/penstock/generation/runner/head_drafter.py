@@ -1,0 +1,383 @@
+"""Drafter over a trained head (EAGLE-3, multi-token prediction): it goes on from the served model's hidden states."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.generation.attention.host_kv import copy_blocks
+from penstock.generation.attention.to_device import uploaded
+from penstock.generation.core.draw import DrawKind
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import BlockCopy, DraftKind, SampledToken, ScheduledSequence
+from penstock.generation.engine.block_pool import BlockPool
+from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.runner.draft_shadow import new_shadow, take_draft
+from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller
+from penstock.generation.runner.input_batch import InputBatch
+from penstock.generation.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from torch import Tensor
+
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.step import DraftRequest
+    from penstock.generation.models.draft_head import DraftHead, Embed
+    from penstock.generation.runner.draw_rows import EntryRows
+    from penstock.generation.sampling.sampling_kernels import SamplingKernels
+
+# Score of ids that the head does not know: never likely, and a grammar that leaves nothing else still has a token.
+_UNLIKELY = -1e9
+# Rows of hidden states that wait for a draft before they are computed: drafting may pause for long.
+_MOST_WAITING = 64
+
+
+@dataclass(slots=True)
+class _Follower:
+    """The head's data of a sequence."""
+
+    # Place of the served model's row that its first row reads: where the hidden states that were taken begin.
+    first: int
+    # Inputs of its rows: row i reads the token after that of the served model's row `first` + i. At rest all computed
+    # rows read the served model's hidden states.
+    rows: Sequence
+    # Hidden states of rows that are not computed yet, (rows, taps x hidden) each, in order.
+    waiting: list[Tensor] = field(default_factory=list)
+    num_waiting: int = 0
+    # Draws the drafts; None: none was asked for yet.
+    shadow: Sequence | None = None
+
+    @property
+    def end(self) -> int:
+        """Place of the first of the served model's rows that it does not know."""
+        return self.first + self.rows.num_computed_tokens + self.num_waiting
+
+    def cut(self, place: int) -> None:
+        """Forget the served model's rows from `place` on: they were of drafts that were refused."""
+        while self.num_waiting and self.end > place:
+            last = self.waiting.pop()
+            self.num_waiting -= len(last)
+            if self.end < place:
+                kept = last[: place - self.end]
+                self.waiting.append(kept)
+                self.num_waiting += len(kept)
+        self.rows.num_computed_tokens = min(self.rows.num_computed_tokens, place - self.first)
+
+    def take_waiting(self, count: int) -> Tensor:
+        """Return the first `count` rows that wait; they wait no more."""
+        whole = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
+        rest = whole[count:]
+        self.waiting, self.num_waiting = ([rest] if len(rest) else []), len(rest)
+        return whole[:count]
+
+
+class _Drawing(NamedTuple):
+    """A sequence that draws drafts."""
+
+    follower: _Follower
+    shadow: Sequence
+    request: DraftRequest
+
+
+class HeadDrafter:
+    """Drafter of the engine over a head with a pool of its own, and the tap of the runner's steps. Used by the
+    engine's thread.
+
+    Drafts are drawn as those of a draft model: with the request's own options, and with the same uniforms as the served
+    model's draws at these positions. A greedy draft needs no scores but the head's own.
+
+    The head's keys and values begin where the served model computed a row of the sequence: behind a cached prefix, or
+    after a swap, there are none before. When its pool is full, the sequences with the oldest drafts are forgotten.
+    """
+
+    kind = DraftKind.DRAFT_HEAD
+
+    def __init__(
+        self, head: DraftHead, kv: KVCachePool, vocab_size: int, *, kernels: SamplingKernels, masks: MaskFiller | None
+    ) -> None:
+        """`vocab_size` is the served model's. `masks` None: no sequence has a grammar."""
+        self.head, self.kv = head, kv
+        self._vocab_size = vocab_size
+        self._tables = BlockTables(BlockPool(kv.num_blocks, kv.block_size), prefix_cache=False)
+        self._inputs = InputBatch(kv.block_size, head.device)
+        self._sampler = Sampler(head.device, kernels)
+        self._masks = None if masks is None else GrammarMasks(masks)
+        # Of the model that computed the last step.
+        self._embed: Embed | None = None
+        # seq_id -> follower, the least recently used first.
+        self._followers: OrderedDict[int, _Follower] = OrderedDict()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See FeatureTap."""
+        return self.head.taps
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Number of blocks of the head's pool that sequences hold."""
+        return self._tables.pool.num_used
+
+    @torch.inference_mode()
+    def take(self, entries: Seq[EntryRows], states: Seq[Tensor], embed: Embed) -> None:
+        """See FeatureTap. Rows of prompts that go on are computed now, others when drafts are asked for."""
+        self._embed = embed
+        joint_TF = states[0] if len(states) == 1 else torch.cat(list(states), dim=-1)
+        due: list[tuple[_Follower, Sequence]] = []
+        busy: set[int] = set()
+        for entry, first_row in entries:
+            own = entry.sequence
+            busy.update((own.seq_id, *(sibling.seq_id for sibling in entry.sample)))
+            follower = self._following(own, entry.start)
+            # A copy: the step's other rows would stay as long.
+            follower.waiting.append(joint_TF[first_row : first_row + entry.num_tokens].clone())
+            follower.num_waiting += entry.num_tokens
+            for sibling in entry.sample:
+                if sibling is not own:
+                    self._fork(follower, sibling)
+            if not (entry.sample or entry.verifiers) or follower.num_waiting > _MOST_WAITING:
+                due.append((follower, own))
+        self._compute(due, busy)
+
+    @torch.inference_mode()
+    def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
+        """See core.step.Drafter. Runs the head once over all rows that wait, and once more for each further draft."""
+        busy = {request.sequence.seq_id for request in requests}
+        found = [self._start(request, busy) for request in requests]
+        drawing = [one for one in found if one is not None]
+        ends = [one.follower.rows.num_computed_tokens + one.follower.num_waiting for one in drawing]
+        hidden_NI = self._run([(one.follower, one.follower.num_waiting) for one in drawing]) if drawing else None
+        active = drawing
+        while active and hidden_NI is not None:
+            places = self._draw(active, hidden_NI)
+            active = [active[place] for place in places]
+            if not active:
+                break
+            hidden_NI = self._run_on(active, hidden_NI[self._index(places)])
+        for one, end in zip(drawing, ends, strict=True):
+            one.follower.rows.num_computed_tokens = end
+        return [[] if one is None else one.shadow.token_ids[one.request.sequence.num_tokens :] for one in found]
+
+    def release(self, seq_ids: Seq[int]) -> None:
+        """See core.step.Drafter."""
+        if self._followers:
+            for seq_id in seq_ids:
+                self._forget(seq_id)
+
+    def clear(self) -> None:
+        """Forget every sequence: their blocks may be overwritten."""
+        self.release(tuple(self._followers))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run the head once, over the first blocks of its pool, and forget every sequence."""
+        self.clear()
+        hidden, size = self.head.config.hidden_size, min(self.kv.block_size, 4)
+        rows = Sequence(-1, 0, SamplingParams(1), 0, [0] * size, size, block_table=[0])
+        inputs = self._inputs.build((ScheduledSequence(rows, 0, size),))
+        self._inputs.release((-1,))
+        states = torch.zeros(size, hidden, dtype=self.head.dtype, device=self.head.device)
+        result = self.head.forward(states, states, inputs.positions_T, inputs.metadata, self.kv)
+        self.head.scores(result[-1:])
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks), for tests."""
+        self._tables.pool.check_integrity()
+        held = {block for follower in self._followers.values() for block in follower.rows.block_table}
+        assert len(held) == self._tables.pool.num_used, "blocks that no sequence holds"
+
+    def _following(self, sequence: Sequence, place: int) -> _Follower:
+        """Return the follower of a sequence, ready for the served model's row at `place`."""
+        follower = self._followers.get(sequence.seq_id)
+        if follower is not None and not follower.first < place <= follower.end:
+            # Rows in between came from the prefix cache or the host pool, or all are computed again.
+            self._forget(sequence.seq_id)
+            follower = None
+        if follower is None:
+            rows = Sequence(sequence.seq_id, 0, sequence.params, 0, [], 0)
+            follower = self._followers[sequence.seq_id] = _Follower(place, rows)
+        follower.cut(place)
+        return follower
+
+    def _fork(self, parent: _Follower, sibling: Sequence) -> None:
+        """Let a sibling begin with what is known of the prompt."""
+        self._forget(sibling.seq_id)
+        rows = Sequence(sibling.seq_id, 0, sibling.params, 0, list(parent.rows.token_ids), 0)
+        self._tables.fork(parent.rows, rows, parent.rows.num_computed_tokens)
+        self._followers[sibling.seq_id] = _Follower(parent.first, rows, list(parent.waiting), parent.num_waiting)
+
+    def _compute(self, due: list[tuple[_Follower, Sequence]], busy: set[int]) -> None:
+        """Compute rows with a next token that is known, of sequences that draw no drafts now. None of the step's
+        sequences, `busy`, is forgotten for them."""
+        entries: list[tuple[_Follower, int]] = []
+        for follower, sequence in due:
+            # The last token has no next one yet; behind a draft comes another one, perhaps.
+            known = sequence.num_tokens - sequence.num_draft_tokens - 1 - follower.first
+            count = min(follower.num_waiting, known - follower.rows.num_computed_tokens)
+            if count > 0 and self._make_ready(follower, sequence, count, busy):
+                entries.append((follower, count))
+        if entries:
+            self._run(entries)
+
+    def _start(self, request: DraftRequest, busy: set[int]) -> _Drawing | None:
+        """Prepare a sequence for drafts; None: it gets none now."""
+        sequence = request.sequence
+        follower = self._followers.get(sequence.seq_id)
+        if follower is None:
+            return None
+        self._followers.move_to_end(sequence.seq_id)
+        follower.cut(sequence.num_tokens - 1)
+        count = follower.num_waiting
+        is_known = count > 0 and follower.end == sequence.num_tokens - 1
+        if not is_known or not self._make_ready(follower, sequence, count, busy, request.num_tokens - 1):
+            return None
+        return _Drawing(follower, self._follow(follower, request), request)
+
+    def _follow(self, follower: _Follower, request: DraftRequest) -> Sequence:
+        """Bring the shadow to the original's tokens."""
+        original, own = request.sequence, follower.shadow
+        if own is None:
+            own = follower.shadow = new_shadow(request)
+        if own.token_ids != original.token_ids[: own.num_tokens]:
+            # The sampler's counts for it hold refused tokens.
+            self._sampler.release((own.seq_id,))
+        own.token_ids = list(original.token_ids)
+        own.grammar = None if original.grammar is None else original.grammar.copy()
+        return own
+
+    def _make_ready(
+        self, follower: _Follower, sequence: Sequence, count: int, busy: set[int], num_further: int = 0
+    ) -> bool:
+        """Give the next `count` rows their tokens, and them and `num_further` rows room. False: there is no room, and
+        the sequence is forgotten."""
+        rows = follower.rows
+        first = rows.num_computed_tokens
+        end = first + count + num_further
+        pool = self._tables.pool
+        while self._tables.blocks_to_write(rows, end) > pool.num_free:
+            idle = next((seq_id for seq_id in self._followers if seq_id not in busy), None)
+            if idle is None:
+                self._forget(sequence.seq_id)
+                return False
+            self._forget(idle)
+        copies = self._tables.make_writable(rows, end)
+        if copies:
+            copy_blocks(self.kv, None, [BlockCopy(source, own) for source, own in copies])
+        place = follower.first + first + 1
+        rows.token_ids[first:] = sequence.token_ids[place : place + count]
+        return True
+
+    def _run(self, entries: list[tuple[_Follower, int]]) -> Tensor:
+        """Compute rows that wait. Return the result of each entry's last row (N, hidden)."""
+        scheduled = [
+            ScheduledSequence(follower.rows, follower.rows.num_computed_tokens, count) for follower, count in entries
+        ]
+        tapped = [follower.take_waiting(count) for follower, count in entries]
+        for follower, count in entries:
+            follower.rows.num_computed_tokens += count
+        joint_TF = tapped[0] if len(tapped) == 1 else torch.cat(tapped)
+        features_TI = self.head.features(joint_TF.reshape(len(joint_TF), len(self.taps), -1).unbind(1))
+        return self._forward(scheduled, features_TI)
+
+    def _run_on(self, active: list[_Drawing], hidden_NI: Tensor) -> Tensor:
+        """Compute one more row of each sequence: of its last draft, from the result of the row before."""
+        scheduled = []
+        for one in active:
+            rows = one.follower.rows
+            rows.token_ids.append(one.shadow.token_ids[-1])
+            scheduled.append(ScheduledSequence(rows, rows.num_computed_tokens, 1))
+            rows.num_computed_tokens += 1
+        return self._forward(scheduled, hidden_NI)
+
+    def _forward(self, scheduled: list[ScheduledSequence], features_TI: Tensor) -> Tensor:
+        assert self._embed is not None, "hidden states were taken with an embedding"
+        inputs = self._inputs.build(scheduled)
+        embeds_TI = self.head.embedded(inputs.input_ids_T, self._embed)
+        hidden_TI = self.head.forward(embeds_TI, features_TI, inputs.positions_T, inputs.metadata, self.kv)
+        if len(hidden_TI) == len(scheduled):
+            return hidden_TI
+        return hidden_TI[self._index([end - 1 for end in islice(inputs.row_starts, 1, None)])]
+
+    def _draw(self, active: list[_Drawing], hidden_NI: Tensor) -> list[int]:
+        """Draw a draft of each sequence. Return the places of those that draw another one."""
+        scores_NV = self.head.scores(hidden_NI)
+        plain = [place for place, one in enumerate(active) if self._is_plain(one.shadow)]
+        drawn: dict[int, tuple[int, float | None]] = {}
+        if plain:
+            some_NV = scores_NV if len(plain) == len(active) else scores_NV[self._index(plain)]
+            drawn.update(zip(plain, self._highest(some_NV, [active[place] for place in plain]), strict=True))
+        others = [place for place in range(len(active)) if place not in drawn]
+        if others:
+            tokens = self._sampled(scores_NV[self._index(others)], [active[place].shadow for place in others])
+            for place, token in zip(others, tokens, strict=True):
+                if token is not None:
+                    drawn[place] = token.token_id, token.logprob
+        going_on = []
+        for place, one in enumerate(active):
+            if place not in drawn:
+                continue
+            token_id, logprob = drawn[place]
+            goes_on = take_draft(one.shadow, token_id, logprob, one.request.confidence_threshold)
+            if goes_on and one.shadow.num_tokens < one.request.sequence.num_tokens + one.request.num_tokens:
+                going_on.append(place)
+        return going_on
+
+    def _is_plain(self, shadow: Sequence) -> bool:
+        """True when the highest score is the draft."""
+        plan = self._sampler.plan_of(shadow)
+        return plan.is_plain and shadow.draw.kind is DrawKind.TOKEN and not shadow.is_constrained
+
+    def _highest(self, scores_NV: Tensor, active: list[_Drawing]) -> list[tuple[int, float | None]]:
+        """Return the id of each row's highest score, and its log-probability if some request has a threshold."""
+        top = scores_NV.max(dim=-1)
+        ids_N = top.indices if self.head.served_ids is None else self.head.served_ids[top.indices]
+        logprobs: list[float] | list[None] = [None] * len(active)
+        if any(one.request.confidence_threshold > 0.0 for one in active):
+            logprobs = (top.values - scores_NV.logsumexp(dim=-1)).tolist()
+        pairs = zip(ids_N.tolist(), logprobs, strict=True)
+        # A NaN is no score: whatever the draft is, it is refused.
+        return [(token_id, None if logprob is None or math.isnan(logprob) else logprob) for token_id, logprob in pairs]
+
+    def _sampled(self, scores_NV: Tensor, shadows: list[Sequence]) -> list[SampledToken | None]:
+        """Draw by the requests' options. None: the head's scores are no numbers."""
+        served = self.head.served_ids
+        if served is not None:
+            logits_NV = scores_NV.new_full((len(shadows), self._vocab_size), _UNLIKELY)
+            logits_NV[:, served] = scores_NV
+        else:
+            logits_NV = scores_NV
+        constrained = [one for one in shadows if one.is_constrained]
+        masks = None
+        if constrained:
+            if self._masks is None:
+                raise RuntimeError("a sequence has a grammar, and this drafter has no masks")
+            masks = self._masks.start(constrained).take()
+        try:
+            # The draw changes what it reads.
+            return list(self._sampler.sample(logits_NV.clone(), shadows, masks))
+        except FloatingPointError:
+            tokens: list[SampledToken | None] = []
+            for place, shadow in enumerate(shadows):
+                try:
+                    tokens += self._sampler.sample(logits_NV[place : place + 1].clone(), [shadow], masks)
+                except FloatingPointError:
+                    tokens.append(None)
+            return tokens
+
+    def _forget(self, seq_id: int) -> None:
+        follower = self._followers.pop(seq_id, None)
+        if follower is not None:
+            self._tables.free(follower.rows)
+            self._inputs.release((seq_id,))
+            self._sampler.release((seq_id,))
+
+    def _index(self, values: list[int]) -> Tensor:
+        return uploaded(np.array(values, dtype=np.int64), self.head.device)

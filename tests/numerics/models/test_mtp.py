@@ -1,0 +1,133 @@
+"""Layers for multi-token prediction in DeepSeek-V3's layout: what is read, what it computes, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories.engine.assisted import assisted_engine, head_engine
+from factories.engine.fake_engine import request, run
+from factories.engine.model_engine import load_tiny
+from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.run_kernels import cpu_device
+from penstock.common.errors import StartupError
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.step import DraftKind
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.mtp import MultiTokenHead, load_mtp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+FAMILIES = ("deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.slow))
+EPS = 1e-6
+
+
+class Carried:
+    """A checkpoint of two layers that carries a third one, and transformers' model of that one alone."""
+
+    def __init__(self, base: Path, family: str, *, shares: bool) -> None:
+        self.folder = tiny_checkpoint(base / "model", family, seed=3)
+        alone = tiny_checkpoint(base / "layer", family, seed=9, num_hidden_layers=1, **_only_experts(family))
+        self.layer: PreTrainedModel = reference_model(alone)
+        self.served: PreTrainedModel = reference_model(self.folder)
+        tensors, own = load_file(self.folder / "model.safetensors"), load_file(alone / "model.safetensors")
+        generator = torch.Generator().manual_seed(4)
+        hidden = self.served.config.hidden_size
+        first, prefix = "model.layers.0.", "model.layers.2."
+        tensors |= {name.replace(first, prefix): tensor for name, tensor in own.items() if name.startswith(first)}
+        self.joint = torch.randn(hidden, 2 * hidden, generator=generator) * 0.1
+        self.norms = [1.0 + 0.2 * torch.randn(hidden, generator=generator) for _ in range(2)]
+        source = tensors if shares else own
+        tensors |= {
+            f"{prefix}eh_proj.weight": self.joint,
+            f"{prefix}enorm.weight": self.norms[0],
+            f"{prefix}hnorm.weight": self.norms[1],
+            f"{prefix}shared_head.norm.weight": own["model.norm.weight"],
+            f"{prefix}shared_head.head.weight": source["lm_head.weight"].clone(),
+            f"{prefix}embed_tokens.weight": source["model.embed_tokens.weight"].clone(),
+        }
+        self.head_VI, self.table_VI = source["lm_head.weight"], source["model.embed_tokens.weight"]
+        save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+
+    def load(self) -> tuple[CausalLM, MultiTokenHead]:
+        model = load_tiny(self.folder)
+        return model, load_mtp(self.folder, model, cpu_device(), "none")
+
+    def reference(self, hidden_TI: Tensor, next_T: Tensor) -> Tensor:
+        """Return the layer's result (T, hidden) after its norm, as the paper's equation 21 and what follows it."""
+        both = [
+            torch.nn.functional.rms_norm(x, x.shape[-1:], norm, EPS)
+            for x, norm in zip((self.table_VI[next_T], hidden_TI), self.norms, strict=True)
+        ]
+        joint = torch.cat(both, dim=-1) @ self.joint.T
+        hidden: Tensor = self.layer.model(inputs_embeds=joint[None]).last_hidden_state[0]
+        return hidden
+
+
+def _only_experts(family: str) -> dict[str, Any]:
+    return {"mlp_layer_types": ["sparse"]} if family == "glm4_moe_lite" else {"first_k_dense_replace": 0}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_layer_computes_what_the_paper_says_row_by_row_and_in_a_chain(
+    tmp_path: Path, family: str, shares: bool
+) -> None:
+    carried = Carried(tmp_path, family, shares=shares)
+    model, head = carried.load()
+    # What it shares with the model is in memory once.
+    assert (head.scores.__self__._head is model.head) is shares  # type: ignore[attr-defined]
+    ids = torch.randint(2, VOCAB_SIZE, (13,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        states = carried.served.model(ids[None]).last_hidden_state[0, :-1]
+        expected = carried.reference(states, ids[1:])
+        facts = head.config
+        cpu = torch.device("cpu")
+        kv = KVCachePool(1, 8, 4, facts.num_kv_heads, facts.head_dim, torch.float32, cpu, has_values=facts.has_values)
+        pieces = []
+        for first, count in ((0, 5), (5, 1), (6, 6)):
+            rows = slice(first, first + count)
+            metadata, positions = _metadata(first, count)
+            embeds = head.embedded(ids[1:][rows], model.embed)
+            pieces.append(head.forward(embeds, head.features([states[rows]]), positions, metadata, kv))
+        torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-3, rtol=1e-3)
+        scores = head.scores(torch.cat(pieces))
+        torch.testing.assert_close(scores, expected @ carried.head_VI.T, atol=5e-3, rtol=1e-3)
+        draft = scores[-1:].argmax(-1)
+        metadata, positions = _metadata(12, 1)
+        further = head.forward(head.embedded(draft, model.embed), pieces[-1][-1:], positions, metadata, kv)
+        again = carried.reference(torch.cat([states, expected[-1:]]), torch.cat([ids[1:], draft]))
+        torch.testing.assert_close(further, again[-1:], atol=2e-3, rtol=2e-3)
+
+
+def _metadata(first: int, count: int) -> tuple[AttentionMetadata, Tensor]:
+    return AttentionMetadata.build([count], [first + count], torch.arange(8, dtype=torch.int32)[None], 4)
+
+
+def test_its_drafts_change_no_ids(tmp_path: Path) -> None:
+    model, head = Carried(tmp_path, "deepseek_v3", shares=True).load()
+    mode = AssistanceOptions(num_assistant_tokens=3, confidence_threshold=0.0)
+    rng = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, VOCAB_SIZE, (length,), generator=rng).tolist() for length in (1, 9, 30)]
+    engine = head_engine(model, head)
+    for options in ({}, {"do_sample": True, "seed": 3, "repetition_penalty": 1.2}):
+        items = [(str(place), ids) for place, ids in enumerate(prompts)]
+        plain = run(assisted_engine(model), *(request(ids, request_id=name, **options) for name, ids in items))
+        drafted = run(engine, *(request(ids, request_id=name, mode=mode, **options) for name, ids in items))
+        assert {name: one.ids for name, one in plain.items()} == {name: one.ids for name, one in drafted.items()}
+    assert sum(engine.stats.draft_tokens[DraftKind.DRAFT_HEAD]) > 0
+    engine.check_integrity()
+
+
+def test_a_checkpoint_without_such_a_layer_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "dense", "llama")
+    with pytest.raises(StartupError, match="num_nextn_predict_layers"):
+        load_mtp(folder, load_tiny(folder), cpu_device(), "none")
+    bare = tiny_checkpoint(tmp_path / "bare", "deepseek_v3")
+    with pytest.raises(StartupError, match=r"lacks tensors? model\.layers\.2\."):
+        load_mtp(bare, load_tiny(bare), cpu_device(), "none")
