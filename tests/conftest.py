@@ -7,7 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,26 +135,34 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.set_threshold(50_000, 20, 50)
 
 
-def _turn(item: pytest.Item) -> tuple[bool, int, str]:
+# Files of tests/unit that read, build or start much have few tests, and long ones: they are the first of them.
+_LONG_UNITS = tuple(f"tests/unit/{folder}/" for folder in ("deploy", "docs", "rules", "tools"))
+
+
+def _turn(file: Path, num_tests: int) -> tuple[bool, int, str]:
     """Order of files: those of processes and those that compute mixed by chance, so that what waits is beside what
-    does not; the many short ones of tests/unit at the end, where workers would wait for the last long one."""
-    path = item.path.relative_to(_TESTS.parent).as_posix()
-    return path.startswith("tests/unit"), crc32(path.encode()), path
+    does not; at the end those of tests/unit, the shortest last, for workers wait for the one that ends last."""
+    path = file.relative_to(_TESTS.parent).as_posix()
+    if not path.startswith("tests/unit/"):
+        return False, crc32(path.encode()), path
+    return True, -sys.maxsize if path.startswith(_LONG_UNITS) else -num_tests, path
 
 
 # Before xdist's own, which reads the groups.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of the kernels, give them more time, and keep a file's tests, which share servers, on one worker.
+    """Mark files of the kernels, give them more time, and keep a file's tests, which share servers, on one worker.
     Of a test marked `thinned(n)` leave every n-th set of parameters to the ordinary run; the others are slow."""
-    items.sort(key=_turn)
+    turns = {file: _turn(file, num_tests) for file, num_tests in Counter(item.path for item in items).items()}
+    items.sort(key=lambda item: turns[item.path])
+    # Their marks are those of their tests, in less time: each worker has all of them, thousands.
+    for file in {item.getparent(pytest.Module) for item in items} - {None}:
+        if any(hasattr(file.obj, name) for name in ("use_native", "use_instruction_set", "use_packing")):
+            file.add_marker(pytest.mark.kernels)
+            file.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))
+        file.add_marker(pytest.mark.xdist_group(str(file.path)))
     thinned: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        module = getattr(item, "module", None)
-        if any(hasattr(module, name) for name in ("use_native", "use_instruction_set", "use_packing")):
-            item.add_marker(pytest.mark.kernels)
-            item.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))
         # What is slow already is not counted: of the rest every n-th stays.
         if item.get_closest_marker("thinned") and not item.get_closest_marker("slow"):
             thinned[item.path, getattr(item, "originalname", item.name)].append(item)

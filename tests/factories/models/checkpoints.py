@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -150,12 +153,31 @@ def tiny_checkpoint(
 ) -> Path:
     """Write a random `family` model to `folder` and return it. `config` overrides fields of the family's config class.
 
-    Biases and norm weights are random too, so that none can be forgotten unnoticed. About 0.1 s.
+    Biases and norm weights are random too, so that none can be forgotten unnoticed.
     """
     settings = {**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {}), **config}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _files(family, seed, dtype, max_shard_size, _Settings(settings)).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+class _Settings(dict[str, Any]):
+    """Fields of a configuration, which are its key: lists and dicts among them have no hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+# Files take 0.3 MB and more: of the last few models that a worker's tests made.
+@lru_cache(maxsize=48)
+def _files(family: str, seed: int, dtype: torch.dtype, max_shard_size: str, settings: _Settings) -> dict[str, bytes]:
+    """Make a model's files. Many tests ask for the same ones, which take transformers thirty times as long."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_CONFIGS[family](**settings), dtype=torch.float32)
+        # A configuration rewrites its own dicts, which would be the key's.
+        config = _CONFIGS[family](**deepcopy(dict(settings)))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         buffers = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
         for name, parameter in (*model.named_parameters(), *buffers):
             if name.endswith(("bias", "sinks")):
@@ -165,8 +187,9 @@ def tiny_checkpoint(
             elif name.endswith(("mlp.gate.weight", "router.weight")):
                 # Wide enough that the choice of experts is no tie.
                 torch.nn.init.normal_(parameter, std=0.5)
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
+    with TemporaryDirectory() as folder:
+        model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

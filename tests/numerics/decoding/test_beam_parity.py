@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from factories.engine.fake_engine import Answer, engine_config, request, run
-from factories.engine.model_engine import answer_alone, check_company, load_tiny, model_engine
-from factories.models.checkpoints import reference_model, tiny_checkpoint
+from factories.engine.model_engine import answer_alone, check_company, model_engine
+from factories.models.checkpoints import tiny_checkpoint
 from penstock.generation.core.decoding_mode import EarlyStopping
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -28,16 +28,6 @@ EARLY = {EarlyStopping.FALSE: False, EarlyStopping.TRUE: True, EarlyStopping.NEV
 @pytest.fixture(scope="module", params=["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
-    return load_tiny(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 def generate(reference: PreTrainedModel, prompt: list[int], **options: Any) -> tuple[list[list[int]], list[float]]:

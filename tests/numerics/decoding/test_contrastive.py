@@ -10,7 +10,7 @@ import pytest
 import torch
 from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
-from factories.models.checkpoints import reference_model, tiny_checkpoint
+from factories.models.checkpoints import tiny_checkpoint
 from factories.models.golden_models import EOS, golden_checkpoint
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import FinishReason, Request
@@ -35,16 +35,6 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CausalLM]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", seed=21)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
-    return load_tiny(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 def contrastive(prompt: list[int], alpha: float = 0.6, top_k: int = 4, **fields: Any) -> Request:

@@ -19,7 +19,7 @@ from factories.engine.model_engine import (
     load_tiny,
     model_engine,
 )
-from factories.models.checkpoints import reference_model, tiny_checkpoint
+from factories.models.checkpoints import tiny_checkpoint
 from factories.models.golden_models import EOS, GOLDEN_MODELS, golden_checkpoint
 from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
@@ -46,16 +46,6 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CausalLM]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", seed=6, num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
-    return load_tiny(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 @pytest.mark.thinned(2)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from factories.engine.fake_engine import request, run
-from factories.engine.model_engine import answer_alone, check_any_company, in_any_company, load_tiny, model_engine
-from factories.models.checkpoints import reference_model, tiny_checkpoint
+from factories.engine.model_engine import answer_alone, check_any_company, in_any_company, model_engine
+from factories.models.checkpoints import tiny_checkpoint
 from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
@@ -23,16 +23,6 @@ NEGATIVE = [5, 31, 31, 90]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", seed=11)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
-    return load_tiny(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 def guided(prompt: list[int], scale: float = 1.7, negative: list[int] = NEGATIVE, **fields: Any) -> Request:

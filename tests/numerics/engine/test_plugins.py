@@ -14,7 +14,6 @@ from factories.engine.fake_engine import engine_config, run
 from factories.engine.mode_cases import RANDOM_PROMPTS
 from factories.engine.modes import generate, load_service, new_engine, prepare, to_message
 from factories.engine.plugins import FLAGS, Favour, Multiple
-from factories.models.checkpoints import reference_model
 from factories.models.golden_models import golden_checkpoint
 from factories.models.transformers_reference import ReferenceScores, reference_answer
 from penstock.common.errors import Internal, InvalidArgument
@@ -37,11 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> LoadedModel:
     return load_service(folder, assistant_model=str(folder), assistant_kv_memory="1MiB", **FLAGS)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 def plugin(name: str, **parameters: Any) -> config_pb2.Plugin:

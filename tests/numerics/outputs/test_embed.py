@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.servers.generation import Client, generation_service, token_ids
 from penstock.v1 import generation_pb2
 from transformers import PreTrainedModel
@@ -19,11 +19,6 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=6)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.servers.generation import Client, generation_service, request
 from penstock.v1 import generation_pb2
 from transformers import PreTrainedModel
@@ -23,11 +23,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     family, _, windowed = request.param.partition("-")
     return tiny_checkpoint(tmp_path_factory.mktemp(family), family, seed=5, **(window if windowed else {}))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from factories.engine.pools import spoil
 from factories.engine.sequences import params, sequence
-from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.run_kernels import cpu_device, new_runner
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import PositionLogprobs
@@ -29,16 +29,6 @@ NUM_BLOCKS = 400
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", seed=3)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
-    return load_model(folder, dtype="float32", device=cpu_device())
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return reference_model(folder)
 
 
 class Driver:
