@@ -20,8 +20,6 @@ from penstock.common.checkpoint import model_name
 from penstock.common.credentials import BearerTokens, TokenFile, TokenFiles
 from penstock.common.logging import get_logger
 from penstock.common.progress import ShowProgress
-from penstock.compat.vllm.engine_servicer import VLLM_ENGINE_SERVICE, VllmEngineServicer
-from penstock.engines import vllm_engine_pb2_grpc
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.holder.model_holder import ModelHolder
 from penstock.generation.lifecycle import Lifecycle
@@ -53,6 +51,9 @@ class GenerationApp:
         self._config = config
         self._begun = begun
         if config.vllm_engine:
+            # Here and below: its messages are imported by those who asked for it.
+            from penstock.compat.vllm.engine_servicer import VLLM_ENGINE_SERVICE
+
             self.grpc_services = (*self.grpc_services, VLLM_ENGINE_SERVICE)
         name, *aliases = [""] if config.empty else config.served_model_name or [model_name(config.model)]
         self._lifecycle = Lifecycle(name, aliases=tuple(aliases))
@@ -89,6 +90,9 @@ class GenerationApp:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model, server)
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(AdminServicer(lifecycle), server)
         if self._config.vllm_engine:
+            from penstock.compat.vllm.engine_servicer import VllmEngineServicer
+            from penstock.engines import vllm_engine_pb2_grpc
+
             engine = VllmEngineServicer(lifecycle, self._metrics)
             vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
 

@@ -31,7 +31,10 @@ UNTOUCHED_BYTES = 2**26
 UNUSED_OF_TORCH = (
     "torch._meta_registrations",
     "torch._native",
+    # Texts of help().
+    "torch._tensor_docs",
     "torch.compiler",
+    "torch.distributed._meta_registrations",
     "torch.distributions",
     "torch.export",
     "torch.fx.passes",
@@ -39,6 +42,7 @@ UNUSED_OF_TORCH = (
     "torch.nn.intrinsic",
     "torch.nn.qat",
     "torch.nn.quantizable",
+    "torch.nn.quantized",
     "torch.optim",
     "torch.profiler",
     "torch.quantization",
