@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
-import grpc
 import psutil
 from factories.models.checkpoints import _CONFIGS, tiny_checkpoint
 from factories.servers import stack
@@ -37,10 +36,10 @@ from penstock.common.checkpoint import demo_folder
 from penstock.tokenizer.load_process import load
 from penstock.tokenizer.service import _detokenizers
 from penstock.tokenizer.tokenizer import TextTokenizer, Vocabulary
-from penstock.v1 import config_pb2, generation_pb2, generation_pb2_grpc
 from tokenizers import AddedToken, Tokenizer
 
 from benchmarks._arguments import refuse
+from benchmarks._greedy_answer import ids_of
 from benchmarks._report import Report
 
 # Of Gemma 3.
@@ -51,7 +50,6 @@ _COLUMNS = (
     *("weights (a tokenizer: transformers' reading), s", "all else of the load, s", "of it processor, s"),
     *("processor in all, s", "ids"),
 )
-_PROMPT = [5, 6, 7, 8, 9, 10]
 _BEGIN, _END = "<!-- written by benchmarks/starts.py -->", "<!-- to here -->"
 
 
@@ -133,18 +131,6 @@ def processor_seconds(pid: int) -> float:
     started = psutil.Process(pid)
     used = [one.cpu_times() for one in (started, *started.children(recursive=True))]
     return float(sum(one.user + one.system for one in used))
-
-
-def ids_of(address: str) -> tuple[int, ...]:
-    """Ids of a greedy answer."""
-    asked = generation_pb2.GenerateRequest(
-        prompt_token_ids=_PROMPT,
-        config=config_pb2.GenerationConfig(max_new_tokens=16),
-        stop=config_pb2.StopConfig(ignore_eos=True),
-    )
-    with grpc.insecure_channel(address) as channel:
-        events = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asked)
-        return tuple(token for event in events if event.HasField("delta") for token in event.delta.token_ids)
 
 
 def measured(options: argparse.Namespace, folder: Path) -> Iterator[Start]:
