@@ -185,15 +185,17 @@ class RunningEngine:
         await self._renew(fresh)
         _log.info("reloaded", weights_bytes=fresh.weights.model.num_bytes)
 
-    async def _write_weights(self, tensors: NewTensors) -> AppliedUpdate:
-        """Put checked tensors in place of the model's own, between two steps; live requests go on.
+    async def _write_weights(self, tensors: NewTensors, of_draft: bool) -> AppliedUpdate:
+        """Put checked tensors in place of the model's own, or of its draft model's, between two steps.
 
-        Raises FailedPrecondition BUSY while Forward streams or leases hold the model, InvalidArgument naming a tensor,
-        Unavailable ENGINE_STOPPED; the old weights stay then.
+        Live requests go on. Raises FailedPrecondition BUSY while Forward streams or leases hold the model,
+        InvalidArgument naming a tensor, Unavailable ENGINE_STOPPED; the old weights stay then.
         """
         core, begun = self.core, time.monotonic()
         self._require_unheld()
-        fresh = await asyncio.to_thread(replace_weights, self._config, core.loaded, tensors)
+        fresh = await asyncio.to_thread(replace_weights, self._config, core.loaded, tensors, of_draft=of_draft)
+        if of_draft:
+            return await self._change_drafts(fresh, tensors.num_bytes, begun)
         prepared = time.monotonic()
         self._require_unheld()
         runner, model = core.loaded.engine.runner, fresh.weights.model
@@ -210,6 +212,25 @@ class RunningEngine:
         metrics.pause.observe(pause)
         _log.info("weights written", version=version, bytes=tensors.num_bytes, pause_seconds=pause)
         return AppliedUpdate(version, tensors.num_bytes, prepared - begun, pause)
+
+    async def _change_drafts(self, fresh: LoadedModel, num_bytes: int, begun: float) -> AppliedUpdate:
+        """Draft by other weights, between two steps. Answers stay the same, and so does the version of the weights."""
+        core, prepared, drafts = self.core, time.monotonic(), fresh.engine.draft
+        assert drafts is not None
+
+        def change(engine: Engine) -> tuple[int, float]:
+            paused = time.monotonic()
+            drafts.runner.change_weights(drafts.model)
+            # Rows that the old weights computed would make worse drafts.
+            drafts.drafter.clear()
+            return engine.weights_version, time.monotonic() - paused
+
+        version, pause = await asyncio.wrap_future(core.loop.run_on_engine(change))
+        core.loaded = fresh
+        self._metrics.weights.written_bytes.inc(num_bytes)
+        _log.info("draft weights written", bytes=num_bytes, pause_seconds=pause)
+        await asyncio.to_thread(trim_heap)
+        return AppliedUpdate(version, num_bytes, prepared - begun, pause)
 
     async def _renew(self, fresh: LoadedModel) -> None:
         """Serve other weights, which the engine has by now, and let the old ones go."""

@@ -367,18 +367,19 @@ class Generator:
         """Forget an adapter; requests that have it go on to their end. Raises NotFound."""
         self._engine.loaded.weights.adapters.unload(name)
 
-    def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> int:
+    def write_weights(self, tensors: Mapping[str, torch.Tensor], model: str = "") -> int:
         """Put new tensors in place of the model's own, between two steps, and return the weights' version from now on.
 
         `tensors` by their names in the checkpoint, such as some of a model's `state_dict()`; others stay as they are.
         Those that run as one product go together: q, k and v of a layer, gate and up. All are used from one step on,
         or, where this raises, none: FailedPrecondition WEIGHTS_FIXED where the model takes none, InvalidArgument naming
         the tensor. Live requests go on; `finished` of an answer has `first_weights_version` and `last_weights_version`.
+        `model` may name the draft model: its weights change nothing but the drafts, and the version stays.
         """
         from penstock.generation.weights.new_tensors import NewTensors
 
         given = NewTensors({name: tensor.detach() for name, tensor in tensors.items()})
-        return self._engine.call(self._engine.write_weights(given))
+        return self._engine.call(self._engine.write_weights(given, model))
 
     # Life.
 

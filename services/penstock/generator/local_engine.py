@@ -20,6 +20,7 @@ from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.streams import LocalStream
 from penstock.generation.engine.engine import Engine
 from penstock.generation.metrics import GenerationMetrics
+from penstock.generation.options.validate import check_model
 from penstock.generation.running import RunningEngine
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import load
@@ -120,13 +121,16 @@ class LocalEngine:
             work.close()
             raise self._closed_error() from None
 
-    async def write_weights(self, tensors: NewTensors) -> int:
+    async def write_weights(self, tensors: NewTensors, model: str) -> int:
         """Put a caller's tensors in place of the model's own, between two steps; return the weights' version from now
-        on. Raises as `WeightUpdates.check` and `WeightUpdates.write`."""
+        on. Raises as `WeightUpdates.check` and `WeightUpdates.write`, and NotFound for another model's name."""
         core = self.core
+        of_draft = core.updates.is_of_draft(model, core.loaded)
+        if not of_draft:
+            check_model(model, core.loaded.served.name)
         with core.updates.alone():
-            core.updates.check(tensors.specs(), core.loaded)
-            written = await core.updates.write(tensors)
+            core.updates.check(tensors.specs(), core.loaded, of_draft=of_draft)
+            written = await core.updates.write(tensors, of_draft=of_draft)
         self.loaded = core.loaded
         return written.version
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -13,7 +14,7 @@ from factories.engine.local_generators import local_generator
 from factories.engine.step_gate import StepGate, held_after
 from factories.models.checkpoints import tiny_checkpoint
 from penstock import Generator
-from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock.generation.host.memory import resident_bytes
 from safetensors.torch import load_file, save_file
 
@@ -174,6 +175,28 @@ def test_forms_that_take_no_weights_say_so(folders: dict[int, Path], tmp_path: P
             with pytest.raises(FailedPrecondition, match=words) as refused:
                 generator.write_weights(tensors)
             assert refused.value.reason == "WEIGHTS_FIXED"
+
+
+def test_a_draft_model_takes_new_weights_by_its_name(
+    folders: dict[int, Path], expected: dict[int, list[int]], tmp_path: Path
+) -> None:
+    drafts = shutil.copytree(folders[0], tmp_path / "drafts")
+    with local_generator(folders[0], load_tokenizer=False, assistant_model=str(drafts)) as generator:
+
+        def rejected(seed: int) -> int:
+            answer = generator.generate(PROMPT, **GREEDY, assistant_model="drafts")
+            assert answer.token_ids == expected[seed]
+            assert answer.usage.accepted_draft_tokens + answer.usage.rejected_draft_tokens > 0
+            return answer.usage.rejected_draft_tokens
+
+        assert rejected(0) == 0
+        generator.write_weights(stored(folders[1]))
+        assert rejected(1) > 0
+        # The version is that of the served model's weights.
+        assert generator.write_weights(stored(folders[1]), model="drafts") == 1
+        assert rejected(1) == 0
+        with pytest.raises(NotFound, match="model"):
+            generator.write_weights(stored(folders[1]), model="others")
 
 
 @pytest.mark.slow

@@ -91,11 +91,13 @@ class ModelServicer(GraphCalls):
         if first is None:
             raise InvalidArgument("start", "must come first")
         specs = weight_messages.to_specs(first)
-        check_model(first.start.model, self._lifecycle.model_name)
         # A drained process takes them, too: a trainer may drain it first.
         core = self._lifecycle.loaded()
+        of_draft = core.updates.is_of_draft(first.start.model, core.loaded)
+        if not of_draft:
+            check_model(first.start.model, self._lifecycle.model_name)
         with core.updates.alone():
-            intake = core.updates.intake(specs, core.loaded)
+            intake = core.updates.intake(specs, core.loaded, of_draft=of_draft)
             await context.write(model_pb2.WriteWeightsResponse(received_bytes=0))
             while intake.wants_bytes:
                 message = await self._next(messages)
@@ -105,7 +107,7 @@ class ModelServicer(GraphCalls):
                 await context.write(model_pb2.WriteWeightsResponse(received_bytes=intake.received))
             if await self._next(messages) is not None:
                 raise InvalidArgument("chunk", f"must end with the tensors, after {intake.num_bytes} bytes in all")
-            written = await core.updates.write(intake.tensors())
+            written = await core.updates.write(intake.tensors(), of_draft=of_draft)
         await context.write(
             model_pb2.WriteWeightsResponse(
                 written=model_pb2.WeightsWritten(

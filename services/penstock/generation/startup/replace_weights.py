@@ -8,16 +8,20 @@ from penstock.common.errors import InvalidArgument, StartupError
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.layers.linear.base import INT4
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.loader import build_model
 from penstock.generation.models.model_parts import ReplacedWeights
+from penstock.generation.startup.draft_model import ResizedVocabulary
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.new_tensors import NewTensors
 
 
-def fixed_because(config: GenerationServiceConfig, loaded: LoadedModel) -> str:
-    """Return why the model takes no new weights; empty: it takes some."""
+def fixed_because(config: GenerationServiceConfig, loaded: LoadedModel, *, of_draft: bool = False) -> str:
+    """Return why the model, or its draft model, takes no new weights; empty: it takes some."""
+    if of_draft:
+        return _draft_fixed_because(config, loaded.weights.draft)
     facts = loaded.weights.model.config
     if loaded.weights.ranks is not None:
         return "it runs in several processes: leave --tensor-parallel out"
@@ -34,14 +38,30 @@ def fixed_because(config: GenerationServiceConfig, loaded: LoadedModel) -> str:
     return ""
 
 
-def replace_weights(config: GenerationServiceConfig, loaded: LoadedModel, tensors: NewTensors) -> LoadedModel:
-    """Return `loaded` with a model in which `tensors` take the place of its own; other parts are the same objects.
+def _draft_fixed_because(config: GenerationServiceConfig, draft: LanguageModel | None) -> str:
+    if isinstance(draft, ResizedVocabulary):
+        return "it drafts for a vocabulary of another size"
+    if not isinstance(draft, CausalLM):
+        return "transformers' modules run it (--model-route)"
+    if draft.parts is None or draft.config.checkpoint_format:
+        return "it was packed, or its checkpoint is quantised: draft by one of plain tensors"
+    if config.quantization == INT4:
+        return "--quantization int4 rounds by what its own weights let through: use int8 or none"
+    return ""
+
+
+def replace_weights(
+    config: GenerationServiceConfig, loaded: LoadedModel, tensors: NewTensors, *, of_draft: bool = False
+) -> LoadedModel:
+    """Return `loaded` with a model, or a draft model, in which `tensors` take the place of its own.
+
+    Other parts are the same objects.
 
     The parts are made as at the load, so they have the bits of a start on a checkpoint with these tensors. Nothing of
     `loaded` changes. Raises InvalidArgument naming a tensor with numbers that cannot be held.
     """
     weights = loaded.weights
-    model = weights.model
+    model = weights.draft if of_draft else weights.model
     # Asked before, by `fixed_because`.
     assert isinstance(model, CausalLM)
     assert model.parts is not None
@@ -61,4 +81,9 @@ def replace_weights(config: GenerationServiceConfig, loaded: LoadedModel, tensor
     except StartupError as error:
         # Finite in its own dtype, but not in the model's.
         raise InvalidArgument("tensors", error.message.removeprefix(f"{tensors.folder}: ")) from error
-    return replace(loaded, weights=replace(weights, model=made))
+    if not of_draft:
+        return replace(loaded, weights=replace(weights, model=made))
+    drafts = loaded.engine.draft
+    assert drafts is not None
+    engine = replace(loaded.engine, draft=replace(drafts, model=made))
+    return replace(loaded, weights=replace(weights, draft=made), engine=engine)

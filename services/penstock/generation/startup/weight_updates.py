@@ -32,9 +32,10 @@ class WeightUpdates:
     """Updates of one model. Belongs to the event loop."""
 
     def __init__(
-        self, config: GenerationServiceConfig, apply: Callable[[NewTensors], Awaitable[AppliedUpdate]]
+        self, config: GenerationServiceConfig, apply: Callable[[NewTensors, bool], Awaitable[AppliedUpdate]]
     ) -> None:
-        """`apply` puts checked tensors into the running model, all of them or, where it raises, none."""
+        """`apply` puts checked tensors into the running model, all of them or, where it raises, none; True: into its
+        draft model."""
         self._config = config
         self._apply = apply
         self._is_busy = False
@@ -56,30 +57,35 @@ class WeightUpdates:
             else:
                 self._work.add_done_callback(self._release)
 
-    def check(self, specs: Sequence[TensorSpec], loaded: LoadedModel) -> None:
+    def is_of_draft(self, name: str, loaded: LoadedModel) -> bool:
+        """True for the name of the draft model, unless the served model has it, too."""
+        return loaded.engine.draft is not None and name == loaded.engine.draft.name != loaded.served.name
+
+    def check(self, specs: Sequence[TensorSpec], loaded: LoadedModel, *, of_draft: bool = False) -> None:
         """Refuse an update before its bytes come.
 
         Raises FailedPrecondition WEIGHTS_FIXED, InvalidArgument naming a tensor's field, ResourceExhausted
         WEIGHTS_TOO_LARGE.
         """
-        reason = fixed_because(self._config, loaded)
+        reason = fixed_because(self._config, loaded, of_draft=of_draft)
         if reason:
             raise FailedPrecondition(f"this model takes no new weights: {reason}", reason="WEIGHTS_FIXED")
-        model = loaded.weights.model
+        model = loaded.weights.draft if of_draft else loaded.weights.model
+        assert model is not None, "the name of a draft model that is there"
         check_specs(specs, model.config)
-        self._check_room(sum(spec.num_bytes for spec in specs), loaded)
+        self._check_room(sum(spec.num_bytes for spec in specs), loaded, model.num_bytes)
 
-    def intake(self, specs: Sequence[TensorSpec], loaded: LoadedModel) -> WeightIntake:
+    def intake(self, specs: Sequence[TensorSpec], loaded: LoadedModel, *, of_draft: bool = False) -> WeightIntake:
         """Return the place for an update's bytes. Raises as `check`."""
-        self.check(specs, loaded)
+        self.check(specs, loaded, of_draft=of_draft)
         return WeightIntake(specs)
 
-    async def write(self, tensors: NewTensors) -> AppliedUpdate:
+    async def write(self, tensors: NewTensors, *, of_draft: bool = False) -> AppliedUpdate:
         """Put checked tensors into the running model; to be called `alone`. A caller that leaves does not end it.
 
         Raises what `apply` raises, and Unavailable ENGINE_STOPPED once it was cancelled.
         """
-        self._work = work = asyncio.ensure_future(self._apply(tensors))
+        self._work = work = asyncio.ensure_future(self._apply(tensors, of_draft))
         # Its error is the caller's, who may be gone.
         work.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -97,7 +103,7 @@ class WeightUpdates:
     def _release(self, _: object) -> None:
         self._is_busy = False
 
-    def _check_room(self, num_bytes: int, loaded: LoadedModel) -> None:
+    def _check_room(self, num_bytes: int, loaded: LoadedModel, parts: int) -> None:
         most = self._config.write_weights_bytes()
         if most is not None and num_bytes > most:
             raise ResourceExhausted(
@@ -105,7 +111,7 @@ class WeightUpdates:
                 reason="WEIGHTS_TOO_LARGE",
             )
         # At most all parts are made anew, while the old ones are still there.
-        parts, on_device = loaded.weights.model.num_bytes, loaded.weights.device.memory().available
+        on_device = loaded.weights.device.memory().available
         _, on_host = host_memory()
         is_one = loaded.weights.device.torch_device.type == "cpu"
         if num_bytes + (min(parts, num_bytes) if is_one else 0) > on_host or min(parts, num_bytes) > on_device:
