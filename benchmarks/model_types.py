@@ -116,7 +116,7 @@ def relative_speed(folder: Path, model: LanguageModel, device: CPUDevice, option
 def new_engine(model: LanguageModel, device: CPUDevice, options: argparse.Namespace) -> Engine:
     """Make an engine with room for all prompts."""
     facts, blocks = model.config, options.batch * ((PROMPT + options.tokens) // 16 + 1)
-    geometry = (facts.num_layers, blocks, 16, facts.num_kv_heads, facts.head_dim)
+    geometry = (facts.num_kv_layers, blocks, 16, facts.num_kv_heads, facts.head_dim)
     kv = KVCachePool(*geometry, model.dtype, model.device, has_values=facts.has_values)
     config = engine_config(
         num_blocks=blocks,

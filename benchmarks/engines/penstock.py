@@ -65,7 +65,7 @@ def _kv_bytes_per_token(settings: Settings, dtype: str) -> int:
 
     config = read_model_config(Path(settings.model))
     width = 4 if dtype == "float32" else 2
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
+    return 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * width
 
 
 def named_adapters(settings: Settings) -> dict[str, str]:

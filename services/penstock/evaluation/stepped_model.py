@@ -34,7 +34,13 @@ class SteppedModel:
             )
         facts = self.weights.config
         self._blocks = -(-longest // _BLOCK_SIZE)
-        geometry = (facts.num_layers, sequences * self._blocks, _BLOCK_SIZE, self.weights.num_kv_heads, facts.head_dim)
+        geometry = (
+            facts.num_kv_layers,
+            sequences * self._blocks,
+            _BLOCK_SIZE,
+            self.weights.num_kv_heads,
+            facts.head_dim,
+        )
         dtype = kv_cache_dtype(format.kv_cache_dtype, self.weights.dtype)
         self.kv = KVCachePool(*geometry, dtype, self.weights.device, has_values=facts.has_values)
 

@@ -41,6 +41,7 @@ from penstock.generation.weights.tensor_names import (
     layer_norms,
     layer_prefix,
     rounds_once,
+    state_tensors,
 )
 
 # Bytes between two reports.
@@ -197,9 +198,9 @@ def _tensors(
         yield EMBEDDING, table
     for index in range(config.num_layers):
         prefix = layer_prefix(index)
-        for name in layer_norms(config):
+        for name in layer_norms(config, index):
             yield f"{prefix}{name}", weights.tensor(f"{prefix}{name}", is_exact=is_exact)
-        for name in choice_biases(config, index):
+        for name in (*choice_biases(config, index), *state_tensors(config, index)):
             yield f"{prefix}{name}", weights.tensor(f"{prefix}{name}", is_exact=True)
         for linear in layer_linears(config, index):
             if linear.is_matrix:

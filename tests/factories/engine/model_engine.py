@@ -39,7 +39,7 @@ def model_engine(
     """Make an engine on a pool of its own, which shows reads of unwritten places. Blocks behind windows are given
     back, also where only some layers have one."""
     layout, config = in_groups(model, config)
-    layers = model.config.num_layers if layout is None else layout.layers_a_block
+    layers = model.config.num_kv_layers if layout is None else layout.layers_a_block
     geometry = (layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype, layout, has_values=model.config.has_values)

@@ -187,7 +187,7 @@ def _mask_workers(vocab_size: int) -> MaskWorkers:
 def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampler | None = None) -> Engine:
     """Make an engine with a pool of its own: reads of unwritten places give NaN."""
     model = loaded.weights.model
-    geometry = (model.config.num_layers, config.num_blocks, config.block_size)
+    geometry = (model.config.num_kv_layers, config.num_blocks, config.block_size)
     own = loaded.pools.kv
     kv = unwritten_pool(*geometry, own.num_kv_heads, own.head_dim, own.dtype, has_values=own.has_values)
     config = add_states(model, kv, config)

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from penstock.generation.core.delta_heads import DELTA_TYPES
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,8 +34,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SarvamMLAConfig,
     SmolLM3Config,
     YoutuConfig,
@@ -76,6 +80,9 @@ _CONFIGS = {
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "youtu": YoutuConfig,
     "minicpm3": MiniCPM3Config,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
+    "qwen3_next": Qwen3NextConfig,
 }
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -111,6 +118,14 @@ _DEEPSEEK: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 _EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
@@ -139,6 +154,9 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["sparse", "dense"]},
     "youtu": _LATENT,
     "minicpm3": _LATENT,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_next": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
 }
 
 
@@ -183,7 +201,8 @@ def _files(family: str, seed: int, dtype: torch.dtype, max_shard_size: str, sett
             if name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.2)
             elif "norm" in name:
-                torch.nn.init.normal_(parameter, mean=0.0 if family.startswith("gemma") else 1.0, std=0.2)
+                has_offset = family.startswith("gemma") or (family in DELTA_TYPES and "linear_attn" not in name)
+                torch.nn.init.normal_(parameter, mean=0.0 if has_offset else 1.0, std=0.2)
             elif name.endswith(("mlp.gate.weight", "router.weight")):
                 # Wide enough that the choice of experts is no tie.
                 torch.nn.init.normal_(parameter, std=0.5)

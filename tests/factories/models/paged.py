@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.state_pool import new_states
 from penstock.generation.layers.lora import AdapterWeights
 from penstock.generation.models.decoder import CausalLM
 from torch import Tensor
@@ -44,7 +45,7 @@ class PagedDriver:
         config = model.config
         self.model = model
         self.kv = KVCachePool(
-            config.num_layers,
+            config.num_kv_layers,
             num_blocks,
             block_size,
             config.num_kv_heads,
@@ -55,6 +56,9 @@ class PagedDriver:
         )
         data, scales = self.kv.tensors
         (data if scales is None else scales).fill_(float("nan"))
+        self.kv.states = new_states(model.state_layout, num_blocks, model.device)
+        for tensor in () if self.kv.states is None else self.kv.states.in_place():
+            tensor.fill_(float("nan"))
         self.random = random.Random(seed)
         self._free = list(range(num_blocks))
         self.random.shuffle(self._free)
@@ -73,6 +77,9 @@ class PagedDriver:
         counts = [count for _, count in work]
         lengths = [sequence.computed + count for sequence, count in work]
         metadata, positions = AttentionMetadata.build(counts, lengths, tables, self.kv.block_size)
+        if self.kv.states is not None:
+            slots = self.kv.states.place((sequence.blocks[0], sequence.computed) for sequence, _ in work)
+            metadata = replace(metadata, state_slots=slots)
         ids = [token for s, count in work for token in s.token_ids[s.computed : s.computed + count]]
         adapters = None
         if any(sequence.adapter is not None for sequence, _ in work):

@@ -58,7 +58,7 @@ def expected(folders: dict[int, Path]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3", "qwen3_5_text"])
 def test_answers_are_those_of_a_fresh_start(family: str, quantization: str, tmp_path: Path) -> None:
     old, new = (tiny_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
     settings = {"load_tokenizer": False, "quantization": quantization}

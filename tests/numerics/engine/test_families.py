@@ -16,9 +16,10 @@ from penstock.generation.engine.decoding.beam_options import BeamOptions
 COMMON = [17, 203, 44, 9, 118, 60, 7, 91, 250, 33, 2, 140]
 PROMPTS = [[*COMMON, *([5 + number] * (number + 1))] for number in range(5)]
 NEW_TOKENS, BEAMS = 16, 3
-DEFAULT = ("gemma2", "qwen3_moe", "glm4", "deepseek_v3")
+DEFAULT = ("gemma2", "qwen3_moe", "glm4", "deepseek_v3", "qwen3_5_text")
 SLOW = ("phi3", "granite", "olmo2", "olmo3", "smollm3", "glm", "cohere", "cohere2", "gemma3_text", "mixtral")
 LATENT = ("deepseek_v2", "sarvam_mla", "glm4_moe_lite", "youtu", "minicpm3")
+DELTA = ("qwen3_5_moe_text", "qwen3_next")
 
 
 def crowd() -> list[Request]:
@@ -38,7 +39,7 @@ def crowd() -> list[Request]:
     "family",
     [
         *DEFAULT,
-        *(pytest.param(family, marks=pytest.mark.slow) for family in (*SLOW, "qwen2_moe", "gpt_oss", *LATENT)),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in (*SLOW, "qwen2_moe", "gpt_oss", *LATENT, *DELTA)),
     ],
 )
 def test_a_crowd_gets_the_ids_of_generate(tmp_path: Path, family: str) -> None:

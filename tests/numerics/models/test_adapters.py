@@ -65,6 +65,7 @@ def test_an_adapter_is_the_merged_model(tmp_path: Path, family: str, rank: int) 
         ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("youtu", ("o_proj", "gate_proj", "up_proj", "down_proj")),
         ("deepseek_v3", ("o_proj",)),
+        ("qwen3_5_text", (*LAYER_TARGETS, "out_proj")),
     ],
 )
 def test_families_with_other_layers_have_adapters(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
@@ -83,6 +84,7 @@ def test_families_with_other_layers_have_adapters(tmp_path: Path, family: str, t
         ("gemma3_text", ("embed_tokens",), "multiplies its embedding"),
         ("youtu", ("o_proj", "q_b_proj"), r"self_attn\.q_b_proj"),
         ("deepseek_v2", ("o_proj", "kv_b_proj"), r"self_attn\.kv_b_proj"),
+        ("qwen3_5_text", ("o_proj", "in_proj_z"), r"linear_attn\.in_proj_z"),
     ],
 )
 def test_experts_and_scaled_embeddings_have_none(

@@ -12,6 +12,7 @@ import torch
 from factories.models.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import cpu_device
+from penstock.generation.core.delta_heads import DELTA_TYPES
 from penstock.generation.core.latent_heads import LATENT_TYPES
 from penstock.generation.layers.latent_prompts import LEAST_ROWS
 from penstock.generation.models.registry import load_model
@@ -141,14 +142,16 @@ GREEDY = [
     Case("gemma2", "caps", {}),
     Case("qwen3_moe", "experts", {}),
     Case("deepseek_v3", "latent", {}),
+    Case("qwen3_5_text", "states", {}),
 ]
 _MORE = ("phi3", "granite", "olmo2", "olmo3", "smollm3", "glm", "glm4", "cohere", "cohere2", "gemma3_text")
 _LATENT = ("deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3")
+_DELTA = ("qwen3_5_moe_text", "qwen3_next")
 ALL_GREEDY = [
     *GREEDY,
     *(
         pytest.param(Case(family, "greedy", {}), marks=pytest.mark.slow)
-        for family in (*_MORE, "mixtral", "qwen2_moe", "gpt_oss", *_LATENT)
+        for family in (*_MORE, "mixtral", "qwen2_moe", "gpt_oss", *_LATENT, *_DELTA)
     ),
     # Each row has all experts: a near tie of two would decide more than the format.
     pytest.param(Case("sarvam_mla", "greedy", {"num_experts_per_tok": 8}), marks=pytest.mark.slow),
@@ -241,7 +244,9 @@ def test_a_sequence_hardly_depends_on_its_batch(tmp_path: Path, case: Case) -> N
     for prompt, batched in zip(prompts, together, strict=True):
         alone = PagedSequence(prompt)
         PagedDriver(model, num_blocks=100, block_size=16).step([(alone, len(prompt))])
-        assert (torch.stack(alone.logits) - torch.stack(batched.logits)).abs().max() < BATCH_TOLERANCE
+        # By torch's operators runs of rows of a delta rule are other sums than rows one by one.
+        most = 10 * TOLERANCE if case.family in DELTA_TYPES else BATCH_TOLERANCE
+        assert (torch.stack(alone.logits) - torch.stack(batched.logits)).abs().max() < most
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -53,7 +53,8 @@ def test_logits_and_ids_are_those_of_the_checkpoint(
 
 @pytest.mark.parametrize("quantization", ["none", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "family", ["glm4", "gemma2", "qwen2_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+    "family",
+    ["glm4", "gemma2", "qwen2_moe", "deepseek_v3", "qwen3_next", pytest.param("gpt_oss", marks=pytest.mark.slow)],
 )
 def test_another_order_of_heads_other_norms_and_experts_are_packed(
     tmp_path: Path, family: str, quantization: str

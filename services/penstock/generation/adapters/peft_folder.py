@@ -25,7 +25,7 @@ from penstock.generation.adapters.module_patterns import ModulePatterns
 from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.layers.lora import SITES_A_LAYER, AdapterWeights, EmbeddingPart, LoraPart
 from penstock.generation.weights.files import StoredTensor, read_header
-from penstock.generation.weights.tensor_names import HeadOrder, layer_prefix, site_linears
+from penstock.generation.weights.tensor_names import RowOrder, layer_prefix, site_linears
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
@@ -66,7 +66,7 @@ class _TargetModule:
     first: int
     outputs: int
     inputs: int
-    order: HeadOrder | None = None
+    order: RowOrder | None = None
 
 
 class AdaptedModel(Protocol):

@@ -46,6 +46,10 @@ class AttentionMetadata:
     plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
     # Slot of each sequence in the pool of states; None: the model has none.
     state_slots: tuple[int, ...] | None = None
+    # Rows of each sequence that its state is kept after; later ones may be taken back. None: all of them.
+    state_kept: tuple[int, ...] | None = None
+    # Rows of an earlier step that each sequence's state goes through before its own ones. None: there are none.
+    state_behind: tuple[int, ...] | None = None
     # Tables (V, S, blocks) and slots (V, T) of all views, where layers have blocks of their own (CacheLayout). Those
     # above are of the first view.
     view_tables: Tensor | None = None

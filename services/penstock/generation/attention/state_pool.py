@@ -1,8 +1,9 @@
 """States of recurrent layers: a slot for each sequence, of one size for sequences of any length, in addition to the
 keys and values of its blocks.
 
-A state is always that after a sequence's last computed token: it cannot be cut back. So every read is checked against
-the next token.
+A state cannot be cut back. So every read is checked against the next token. A model that changes states in place may
+keep one behind the last computed token: it then keeps what it needs of the later rows, and goes again through those
+that were not taken back (LaterRows).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +55,15 @@ class HeldStates:
     carrier: object = None
 
 
+@dataclass(slots=True)
+class LaterRows:
+    """Rows of a sequence after its state."""
+
+    count: int = 0
+    # What the model needs of them, by its own numbers of layers: (rows, ...) each.
+    layers: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
 class StatePool:
     """`num_slots` states of all tensors of a layout. Sequences get slots as they begin. Used by one thread.
 
@@ -84,6 +94,8 @@ class StatePool:
         self._lengths = [_EMPTY] * count
         self._free = list(range(num_slots - 1, -1, -1))
         self._held: HeldStates | None = None
+        # slot -> rows after its state.
+        self._later: dict[int, LaterRows] = {}
 
     @property
     def bytes_per_slot(self) -> int:
@@ -118,7 +130,7 @@ class StatePool:
         for parent, child, num_tokens in forks:
             left[parent] -= 1
             slot = self._slots.get(parent)
-            if slot is None or self._lengths[slot] != num_tokens:
+            if slot is None or not self._reaches(slot, num_tokens):
                 raise RuntimeError(f"no state after token {num_tokens} of the sequence that is forked")
             if child in leaving and not left[child]:
                 continue
@@ -133,6 +145,7 @@ class StatePool:
             slot = self._slots.pop(seq_id, None)
             if slot is not None:
                 self._free.append(slot)
+                self._later.pop(slot, None)
                 if self._held is not None and slot in self._held.slots:
                     self._put_back()
 
@@ -179,14 +192,54 @@ class StatePool:
         else:
             self._store(states, range(len(states.slots)))
 
+    def in_place(self) -> list[Tensor]:
+        """Return the tensors of all slots, (slots, *shape) each, for a model that changes states where they are; it
+        then calls `advance`. No state is held outside."""
+        self._put_back()
+        return self._tensors
+
+    def behind(self, slots: Sequence[int], starts: Iterable[int]) -> tuple[int, ...] | None:
+        """Return for each slot the number of later rows before the token that its sequence goes on with; None: there
+        are none."""
+        if not self._later:
+            return None
+        found = tuple(start - self._lengths[slot] for slot, start in zip(slots, starts, strict=True))
+        return found if any(found) else None
+
+    def later(self, slot: int, layer: int) -> tuple[Tensor, ...]:
+        """Return what a layer kept of the rows after a slot's state."""
+        return self._later[slot].layers[layer]
+
+    def keep_later(self, slot: int, layer: int, rows: tuple[Tensor, ...]) -> None:
+        """Keep what a layer needs of the rows after a slot's new state, in place of earlier ones."""
+        self._later.setdefault(slot, LaterRows()).layers[layer] = rows
+
+    def advance(self, slots: Sequence[int], num_tokens: Sequence[int], later: Sequence[int] | None = None) -> None:
+        """Note that slots are after `num_tokens` of their sequences. The last `later` of them are rows after the
+        states; None: no slot has such rows."""
+        for place, (slot, count) in enumerate(zip(slots, num_tokens, strict=True)):
+            rows = 0 if later is None else later[place]
+            self._lengths[slot] = count - rows
+            if rows:
+                self._later[slot].count = rows
+            elif self._later:
+                self._later.pop(slot, None)
+
     def _place(self, seq_id: int, start: int) -> int:
         slot = self._slots.get(seq_id)
         if slot is None and not start:
             slot = self._take(seq_id)
             self._lengths[slot] = _EMPTY
-        if slot is None or self._lengths[slot] != start:
+        if slot is None or not self._reaches(slot, start):
             raise RuntimeError(f"no state after token {start} of a sequence that goes on there")
         return slot
+
+    def _reaches(self, slot: int, num_tokens: int) -> bool:
+        """True when a slot's state, or one after some of its later rows, is after this number of tokens."""
+        length = self._lengths[slot]
+        if length == num_tokens:
+            return True
+        return slot in self._later and length < num_tokens <= length + self._later[slot].count
 
     def _take(self, seq_id: int) -> int:
         if not self._free:
@@ -196,6 +249,9 @@ class StatePool:
 
     def _copy(self, source: int, destination: int) -> None:
         self._lengths[destination] = self._lengths[source]
+        if source in self._later:
+            rows = self._later[source]
+            self._later[destination] = LaterRows(rows.count, dict(rows.layers))
         for tensor in self._tensors:
             tensor[destination].copy_(tensor[source])
 

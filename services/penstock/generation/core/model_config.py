@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.errors import StartupError
+from penstock.generation.core.delta_heads import DeltaHeads
 from penstock.generation.core.latent_heads import LatentHeads
 
 CONFIG_FILE = "config.json"
@@ -212,6 +213,10 @@ class ModelConfig:
     # Multi-head latent attention. The pool's geometry (`num_kv_heads`, `head_dim`) is that of a token's one row then.
     # None: heads have keys and values of their own.
     latent: LatentHeads | None = None
+    # Some layers keep a state instead of keys and values. None: all attend.
+    delta: DeltaHeads | None = None
+    # Each head of attention has a gate beside its query: the sigmoid of it multiplies the head's output.
+    has_gates: bool = False
     # Layers after the last one that the checkpoint has for drafts, and that are not read.
     num_draft_layers: int = 0
 
@@ -236,6 +241,24 @@ class ModelConfig:
     def rope_width(self) -> int:
         """Dims of a head that the rotary embedding is made for."""
         return self.head_dim if self.latent is None else self.latent.turned_dim
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that have keys in the pool."""
+        return self.num_layers if self.delta is None else self.num_layers - self.delta.num_layers
+
+    @property
+    def has_graphs(self) -> bool:
+        """True when callers may run the model's layers one by one: each keeps keys and values, and has no gates."""
+        return self.has_values and self.delta is None and not self.has_gates
+
+    def keeps_state(self, layer: int) -> bool:
+        """True when the layer keeps a state of each sequence instead of keys and values."""
+        return self.delta is not None and self.delta.layers[layer]
+
+    def kv_place(self, layer: int) -> int:
+        """Return the number of a layer among those that have keys in the pool, if it is one of them."""
+        return layer if self.delta is None else self.delta.place(layer)
 
     def has_experts(self, layer: int) -> bool:
         """True when the layer has a mixture of experts."""

@@ -148,9 +148,8 @@ class Step:
 
 
 class LayerAttention(Protocol):
-    """The attention of a decoder layer, of any kind, with its products and its part of the pool."""
-
-    layer: AttentionLayer
+    """The attention of a decoder layer, of any kind, or what it has in place of it, with its products and its part of
+    the pool."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:

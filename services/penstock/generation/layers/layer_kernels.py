@@ -59,6 +59,10 @@ class LayerKernels:
         gate, up = gate_up_TF.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def sigmoid_mul(self, gates_TF: Tensor, x_TF: Tensor) -> Tensor:
+        """Return sigmoid(gates) * x. Rows of the gates may lie apart."""
+        return gates_TF.sigmoid().mul_(x_TF)
+
     def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """Return the function that gates the second half of every row with the first: (T, 2 F) -> (T, F)."""
         if activation is Activation.SILU:
@@ -130,6 +134,11 @@ class NativeKernels(LayerKernels):
     @override
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
         result: Tensor = torch.ops.penstock.silu_mul(gate_up_TF)
+        return result
+
+    @override
+    def sigmoid_mul(self, gates_TF: Tensor, x_TF: Tensor) -> Tensor:
+        result: Tensor = torch.ops.penstock.sigmoid_mul(gates_TF, x_TF)
         return result
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.to_device import uploaded
-from penstock.generation.layers.decoder_layer import SwiGLU
+from penstock.generation.layers.decoder_layer import SelfAttention, SwiGLU
 from penstock.generation.models.decoder import CausalLM
 
 if TYPE_CHECKING:
@@ -280,7 +280,9 @@ def can_capture(model: LanguageModel, kv: KVCachePool) -> TypeGuard[CausalLM]:
         return False
     # Experts wait for the number of their rows.
     return all(
-        type(layer.mlp) is SwiGLU and model.attention.can_be_captured(layer.attention.layer, model.dtype, kv)
+        type(layer.mlp) is SwiGLU
+        and isinstance(layer.attention, SelfAttention)
+        and model.attention.can_be_captured(layer.attention.layer, model.dtype, kv)
         for layer in model.layers
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.generation.attention.cache_layout import LayerSight
 from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm, Step
+from penstock.generation.layers.delta_net import note_lengths, state_layout
 from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.layers.lora import (
     SITES_A_LAYER,
@@ -26,6 +27,7 @@ from penstock.generation.layers.lora import (
     SiteAdapters,
 )
 from penstock.generation.models.fused import FusedLayers, can_fuse
+from penstock.generation.models.state_limits import UNSUPPORTED
 from penstock.generation.weights.tensor_names import site_linears
 
 if TYPE_CHECKING:
@@ -99,8 +101,8 @@ class CausalLM:
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """Fields of a request that it cannot do: none."""
-        return {}
+        """Fields of a request that it cannot do: some where layers keep states."""
+        return {} if self.config.delta is None else UNSUPPORTED
 
     @property
     def num_kv_heads(self) -> int:
@@ -120,12 +122,15 @@ class CausalLM:
 
     @property
     def state_layout(self) -> Sequence[StateTensor]:
-        """Tensors of a state of each sequence: none."""
-        return ()
+        """Tensors of a state of each sequence, of all layers that keep one: the rows that the next convolution reads,
+        and the matrices of the heads."""
+        return state_layout(self.config.delta, self.dtype)
 
     def shallow(self, num_layers: int) -> CausalLM:
         """Return a model of the first `num_layers` layers on the same weights, to measure a step; its logits are
-        meaningless."""
+        meaningless. A model with states cannot be cut, and returns itself: its layers are of two kinds."""
+        if self.config.delta is not None:
+            return self
         return CausalLM(
             self.config,
             embedding=self._embedding,
@@ -202,6 +207,8 @@ class CausalLM:
             if keeper is not None:
                 keeper.take(number, (hidden if pending is None else hidden + pending).to(self.dtype))
             pending = layer(hidden, pending, step)
+        if self.config.delta is not None:
+            note_lengths(metadata, kv)
         hidden = self._norm.add(hidden, pending)
         if keeper is not None:
             keeper.take(len(self.layers), hidden)

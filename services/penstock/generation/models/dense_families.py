@@ -107,7 +107,7 @@ QWEN3 = Family(
 )
 
 
-def _rotary_dim(config: ConfigReader, head_dim: int, default_factor: float) -> tuple[int, ConfigReader]:
+def rotary_dim_of(config: ConfigReader, head_dim: int, default_factor: float) -> tuple[int, ConfigReader]:
     """Return the dims of a head that turn by `partial_rotary_factor`, and the configuration without that field."""
     values = {key: value for key, value in config.values.items() if key != "partial_rotary_factor"}
     factor = config.number("partial_rotary_factor", default_factor)
@@ -127,13 +127,13 @@ def _rotary_dim(config: ConfigReader, head_dim: int, default_factor: float) -> t
 def _interleaved_rope(
     config: ConfigReader, max_positions: int, head_dim: int, *, default_factor: float, default_theta: float
 ) -> RopeConfig:
-    rotary_dim, rest = _rotary_dim(config, head_dim, default_factor)
+    rotary_dim, rest = rotary_dim_of(config, head_dim, default_factor)
     rope = read_rope(rest, max_positions, default_theta)
     return replace(rope, rotary_dim=0 if rotary_dim == head_dim else rotary_dim, is_interleaved=True)
 
 
 def _phi3_rope(config: ConfigReader, max_positions: int, head_dim: int) -> RopeConfig:
-    rotary_dim, rest = _rotary_dim(config, head_dim, 1.0)
+    rotary_dim, rest = rotary_dim_of(config, head_dim, 1.0)
     name = "rope_scaling" if rest.values.get("rope_scaling") else "rope_parameters"
     scaling = rest.mapping(name)
     if scaling is None or scaling.text("rope_type", scaling.text("type", "default")) == "default":

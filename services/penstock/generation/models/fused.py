@@ -53,7 +53,7 @@ class FusedLayers:
         }
         factors = {
             "eps": config.rms_norm_eps,
-            "attention_scale": layers[0].attention.layer.scale,
+            "attention_scale": cast(SelfAttention, layers[0].attention).layer.scale,
             "softcap": config.attention_softcap,
             "embedding_scale": embedding_scale,
             "residual_scale": config.residual_scale,
@@ -132,7 +132,13 @@ def can_fuse(
     """True when everything is native, no width needs padding, and every layer is of a kind that csrc/decoder knows."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
-    if config.latent is not None or config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
+    if (
+        config.latent is not None
+        or config.has_gates
+        or config.is_parallel
+        or config.qk_norm_is_whole
+        or isinstance(norm, LayerNorm)
+    ):
         return False
     # This may be a part of a layer that waits for its other parts.
     if not all(type(layer.mlp) is SwiGLU for layer in layers):
@@ -145,7 +151,8 @@ def can_fuse(
 
 def _own_sizes(layer: DecoderLayer) -> dict[str, int]:
     """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
-    sizes = {"window": layer.attention.layer.window or 0, "turn": cast(SelfAttention, layer.attention).turn}
+    attention = cast(SelfAttention, layer.attention)
+    sizes = {"window": attention.layer.window or 0, "turn": attention.turn}
     return sizes | {f"{name}.format": int(linear.format) for name, linear in _products(layer).items()}
 
 
@@ -165,7 +172,7 @@ def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     if isinstance(layer, AroundLayer):
         norms |= {"attention_out_norm": layer.attention_out, "mlp_out_norm": layer.mlp_out}
     tensors |= {name: norm.weight for name, norm in norms.items() if not isinstance(norm, NoNorm)}
-    own = layer.attention.layer
+    own = cast(SelfAttention, layer.attention).layer
     others = {"q_norm": own.q_norm, "k_norm": own.k_norm, "sinks": own.sinks}
     return tensors | {name: weight for name, weight in others.items() if weight is not None}
 

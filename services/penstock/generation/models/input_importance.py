@@ -8,6 +8,7 @@ it, and later starts read it there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,10 @@ from typing_extensions import override
 
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.state_pool import new_states
 from penstock.generation.core.model_config import Activation, ModelConfig
 from penstock.generation.layers.decoder_layer import Step
+from penstock.generation.layers.delta_net import state_layout
 from penstock.generation.layers.linear.base import Linear
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.models.loader import LayerMaker
@@ -157,7 +160,7 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: to
     lengths = [SEQUENCE] * count
     metadata, positions = AttentionMetadata.build(lengths, lengths, tables, _BLOCK_SIZE, device.torch_device)
     kv = KVCachePool(
-        config.num_layers,
+        config.num_kv_layers,
         count * blocks,
         _BLOCK_SIZE,
         config.num_kv_heads,
@@ -166,6 +169,9 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: to
         device.torch_device,
         has_values=config.has_values,
     )
+    kv.states = new_states(state_layout(config.delta, dtype), count, device.torch_device)
+    if kv.states is not None:
+        metadata = replace(metadata, state_slots=tuple(range(count)))
     rotaries = [
         RotaryEmbedding(
             rope, config.rope_width, device.torch_device, dtype, max_positions=config.max_position_embeddings

@@ -24,21 +24,30 @@ from penstock.generation.layers.decoder_layer import (
     SelfAttention,
     SwiGLU,
 )
+from penstock.generation.layers.delta_net import DeltaNet
+from penstock.generation.layers.delta_rule import DeltaRule, DeltaWeights, NativeDeltaRule
 from penstock.generation.layers.expert_choice import choice_of
 from penstock.generation.layers.experts import MixtureOfExperts, SharedExpert
+from penstock.generation.layers.gated_attention import GatedAttention
 from penstock.generation.layers.latent_attention import DirectQueries, LatentAttention, LowRankQueries, Queries
+from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.layers.summed import SummedAttention, SummedMLP
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.loaded_weights import Weights
 from penstock.generation.models.model_parts import PartsKeeper
 from penstock.generation.weights.tensor_names import (
+    DELTA_BIAS,
+    DELTA_CONV,
+    DELTA_DECAY,
+    DELTA_NORM,
     LATENT_NORM,
     NORM,
     QUERY_NORM,
     LayerLinear,
     attention_linears,
     choice_biases,
+    head_dims,
     layer_prefix,
     mlp_linears,
     rounds_once,
@@ -47,6 +56,7 @@ from penstock.generation.weights.tensor_names import (
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
+    from penstock.generation.layers.decoder_layer import LayerAttention
     from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear, Rows
     from penstock.generation.layers.summed import Sum
@@ -114,8 +124,7 @@ class LayerMaker:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
         before = [self._norm_in(prefix, names.before_attention), self._norm_in(prefix, names.before_mlp)]
         after = [self._norm_after(prefix, name) for name in (names.after_attention, names.after_mlp)]
-        facts = self._attention_layer(index, prefix)
-        attention = self._attention(facts, prefix) if config.latent is None else self._latent(facts, prefix)
+        attention = self._attention(index, prefix)
         rest = mlp_linears(config, index)
         mlp = self._mixture(index, prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
         self._weights.layer_is_complete()
@@ -125,12 +134,37 @@ class LayerMaker:
             return DecoderLayer(before[0], attention, before[1], mlp)
         return AroundLayer(before[0], attention, before[1], mlp, *after)
 
-    def _attention(self, layer: AttentionLayer, prefix: str) -> SelfAttention:
-        qkv, output = (self._linear(prefix, one) for one in attention_linears(self._config))
-        turn = self._turns[layer.index]
+    def _attention(self, index: int, prefix: str) -> LayerAttention:
+        if self._config.keeps_state(index):
+            return self._delta_net(index, prefix)
+        layer = self._attention_layer(index, prefix)
+        if self._config.latent is not None:
+            return self._latent(layer, prefix)
+        qkv, output = (self._linear(prefix, one) for one in attention_linears(self._config, index))
+        turn = self._turns[index]
+        if self._config.has_gates:
+            return GatedAttention(index, layer, qkv, output, self._kernels, turn)
         if self._sum is None:
             return SelfAttention(layer, qkv, output, turn)
         return SummedAttention(layer, qkv, output, turn, self._sum)
+
+    def _delta_net(self, index: int, prefix: str) -> DeltaNet:
+        heads = self._config.delta
+        assert heads is not None
+
+        def tensor(name: str) -> Tensor:
+            return self._weights.tensor(f"{prefix}{name}", is_exact=True)
+
+        rows, numbers, output = (self._linear(prefix, one) for one in attention_linears(self._config, index))
+        weights = DeltaWeights(
+            conv=tensor(DELTA_CONV).squeeze(1).t().contiguous(),
+            decay=tensor(DELTA_DECAY).exp(),
+            bias=tensor(DELTA_BIAS),
+            norm=tensor(DELTA_NORM),
+            eps=self._config.rms_norm_eps,
+        )
+        rule = NativeDeltaRule() if isinstance(self._kernels, NativeKernels) else DeltaRule()
+        return DeltaNet(index, heads, rule, weights, rows, numbers, output)
 
     def _latent(self, layer: AttentionLayer, prefix: str) -> LatentAttention:
         config, latent = self._config, self._config.latent
@@ -171,15 +205,13 @@ class LayerMaker:
 
     def _attention_layer(self, index: int, prefix: str) -> AttentionLayer:
         config = self._config
-        q_norm, k_norm = (
-            self._norm_weight(f"{prefix}self_attn.{name}_norm.weight") if config.qk_norm else None for name in "qk"
-        )
+        q_norm, k_norm = (self._head_norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
         return AttentionLayer(
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
-            index,
+            config.kv_place(index),
             config.sliding_windows[index],
             q_norm=q_norm,
             k_norm=k_norm,
@@ -189,6 +221,13 @@ class LayerMaker:
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks", is_exact=True) if config.has_sinks else None,
             value_dim=0 if config.latent is None else config.latent.rank,
         )
+
+    def _head_norm(self, name: str) -> Tensor | None:
+        """Return the weight of a norm of heads, its dims in the order of the heads'; None: the model has none."""
+        if not self._config.qk_norm:
+            return None
+        weight, dims = self._norm_weight(name), head_dims(self._config)
+        return weight if dims is None or self._config.qk_norm_is_whole else weight[list(dims)]
 
     def _linear(self, prefix: str, linear: LayerLinear) -> Linear:
         return self._weights.linear(prefix, linear, self._config.activation)

@@ -21,7 +21,7 @@ from penstock.generation.models.family import Family, read_layer_types, windows_
 MOST_EXPERTS = 1024
 
 
-def _count(config: ConfigReader, default_count: int, default_per_row: int) -> tuple[int, int]:
+def count_experts(config: ConfigReader, default_count: int, default_per_row: int) -> tuple[int, int]:
     """Return the number of experts and how many of them a row has, under either name of the first."""
     field = "num_local_experts" if config.has("num_local_experts") else "num_experts"
     count = config.integer(field, default_count, maximum=MOST_EXPERTS)
@@ -36,7 +36,7 @@ def _mixtral_windows(config: ConfigReader, num_layers: int) -> tuple[int | None,
 
 
 def _finish_mixtral(config: ConfigReader, model: ModelConfig) -> ModelConfig:
-    count, per_row = _count(config, 8, 2)
+    count, per_row = count_experts(config, 8, 2)
     return replace(
         model,
         experts=Experts(
@@ -72,7 +72,7 @@ MIXTRAL = Family(
 )
 
 
-def _qwen_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+def layers_with_experts(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Tell which layers have experts: every `decoder_sparse_step`th one, except those in `mlp_only_layers`."""
     plain = config.whole_numbers("mlp_only_layers") or ()
     step = config.integer("decoder_sparse_step", 1)
@@ -82,7 +82,7 @@ def _qwen_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
 def _finish_qwen(
     config: ConfigReader, model: ModelConfig, *, count: int, per_row: int, inner: int, shared_inner: int
 ) -> ModelConfig:
-    count, per_row = _count(config, count, per_row)
+    count, per_row = count_experts(config, count, per_row)
     return replace(
         model,
         experts=Experts(
@@ -90,7 +90,7 @@ def _finish_qwen(
             per_row,
             config.integer("moe_intermediate_size", inner),
             sums_to_one=config.boolean("norm_topk_prob", False),
-            layers=_qwen_layers(config, model.num_layers),
+            layers=layers_with_experts(config, model.num_layers),
             shared_inner=config.integer("shared_expert_intermediate_size", shared_inner) if shared_inner else 0,
         ),
     )
@@ -176,7 +176,7 @@ def _finish_gpt_oss(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     for field, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if config.number(field, only) != only:
             raise config.unsupported(field, f"other than {only} is not supported")
-    count, per_row = _count(config, 128, 4)
+    count, per_row = count_experts(config, 128, 4)
     return replace(
         model,
         norm_kind=NormKind.RMS_ROUNDED_ONCE,

@@ -26,6 +26,7 @@ from penstock.generation.core.model_config import (
 )
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
 from penstock.generation.layers.linear.base import INT4
+from penstock.generation.models.delta_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from penstock.generation.models.dense_families import (
     COHERE,
     COHERE2,
@@ -62,15 +63,15 @@ from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.packed_weights import PackedWeights
 from penstock.generation.weights.quantised.table import open_checkpoint, read_format
 from penstock.generation.weights.sharding import FLAG, Shard, ShardedSource, own_inputs
+from penstock.generation.weights.stacked_experts import UnstackedExperts, stacked_shapes
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, layer_prefix, tensor_shapes
+from penstock.generation.weights.text_part import text_part
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.summed import Sum
     from penstock.generation.models.language_model import LanguageModel
-    from penstock.generation.weights.quantised.gguf import GgufCheckpoint
-    from penstock.generation.weights.quantised.quantised_checkpoint import QuantisedCheckpoint
-    from penstock.generation.weights.safetensors_folder import Checkpoint
+    from penstock.generation.weights.checkpoint_weights import TensorSource
 
 FAMILIES = {
     family.model_type: family
@@ -78,6 +79,7 @@ FAMILIES = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GRANITE, OLMO2, OLMO3, SMOLLM3, GLM, GLM4, COHERE, COHERE2),
         *(GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, SARVAM_MLA, GLM4_MOE_LITE, YOUTU, MINICPM3),
+        *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
     )
 }
 _log = get_logger("penstock.generation")
@@ -93,6 +95,7 @@ def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
     """
     values = read_json(folder / CONFIG_FILE)
     config = ConfigReader(values, str(folder / CONFIG_FILE))
+    whole, config = config, text_part(config)
     model_type = config.text("model_type")
     if config.values.get("is_encoder_decoder"):
         problem = f"is true: model_type {model_type!r} is an encoder-decoder by that, and Penstock serves decoders only"
@@ -106,7 +109,7 @@ def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
             if route.route == "native" or is_packed(folder):
                 raise
             with _with_both_reasons(refusal.reason):
-                return replace(read_transformers_config(config, generation, folder, route), route_reason=refusal.reason)
+                return replace(read_transformers_config(whole, generation, folder, route), route_reason=refusal.reason)
         form = read_format(config)
         return found if form is None else replace(found, checkpoint_format=form.description, kept_form=form.form)
     if route.route == "native":
@@ -116,7 +119,7 @@ def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
         )
     if is_packed(folder):
         raise StartupError("MODEL was packed for the native route: leave --model-route out", flag="--model-route")
-    return read_transformers_config(config, generation, folder, route)
+    return read_transformers_config(whole, generation, folder, route)
 
 
 def load_model(
@@ -178,7 +181,7 @@ def checkpoint_weights(
     """Return the weights of a Hugging Face folder after checking their names and shapes; arguments as of
     `load_model`."""
     show = None if progress is None else HeldCount(progress)
-    checkpoint = _checked(folder, config, show)
+    checkpoint: TensorSource = _checked(folder, config, show)
     stored = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
         stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD) or torch.bfloat16
@@ -199,9 +202,7 @@ def checkpoint_weights(
     return weights
 
 
-def _checked(
-    folder: Path, config: ModelConfig, progress: CountBytes | None
-) -> Checkpoint | QuantisedCheckpoint | GgufCheckpoint:
+def _checked(folder: Path, config: ModelConfig, progress: CountBytes | None) -> TensorSource:
     """Open a checkpoint, and check the names and shapes of its tensors."""
     checkpoint = open_checkpoint(folder, progress)
     for layer in range(config.num_layers, config.num_layers + config.num_draft_layers):
@@ -212,8 +213,9 @@ def _checked(
         optional[LM_HEAD] = expected[EMBEDDING]
         if LM_HEAD in checkpoint:
             optional[EMBEDDING] = expected.pop(EMBEDDING)
+    expected, places = stacked_shapes(config, expected, checkpoint.__contains__)
     checkpoint.check(expected, optional)
-    return checkpoint
+    return UnstackedExperts(checkpoint, places) if places else checkpoint
 
 
 def _importance(

@@ -22,13 +22,14 @@ from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
 from penstock.generation.models.module_swaps import ModuleSwaps
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.self_check import check_paged
+from penstock.generation.models.state_limits import UNSUPPORTED
 from penstock.generation.models.transformers_fallback import (
     NO_ATTENTIONS,
     NO_EMBEDS,
     NO_HIDDEN_STATES,
     TransformersModel,
 )
-from penstock.generation.models.transformers_states import UNSUPPORTED, StatefulModel, has_states
+from penstock.generation.models.transformers_states import StatefulModel, has_states
 from penstock.generation.weights.files import StoredTensor, file_names, read_header
 from penstock.generation.weights.quantised.table import QUANTISED_FIELDS, read_dense, read_format
 

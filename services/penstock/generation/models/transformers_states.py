@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.hidden_keeper import StateKeeper
 
-# Reasons of requests that are refused.
-_REASON = "is not possible with this model: its layers keep a state, which cannot go back to an earlier token"
-_NO_ATTENTIONS = "is not possible with this model: some of its layers keep a state instead of attending"
-UNSUPPORTED = {
-    "output.output_attentions": _NO_ATTENTIONS,
-    **dict.fromkeys(
-        (
-            "config.assistant_model",
-            "config.prompt_lookup_num_tokens",
-            "config.ngram_memory_num_tokens",
-            "config.lookahead_window",
-            "config.num_beam_groups",
-        ),
-        _REASON,
-    ),
-}
 # Names of the states of a layer of transformers' cache.
 _NAMES = ("conv_states", "recurrent_states")
 

@@ -110,10 +110,10 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
 def _opened(core: GenerationCore) -> ModelAccess:
     access = core.access
     facts = core.loaded.weights.model.config
-    if access is None and (facts.route == "fallback" or not facts.has_values):
+    if access is None and (facts.route == "fallback" or not facts.has_graphs):
         raise FailedPrecondition(
             "the model has no graphs: transformers' modules run it (--model-route), layers and all, or it keeps "
-            "compressed keys and values",
+            "compressed keys and values, or states of layers",
             reason="NO_GRAPHS",
         )
     if access is None:

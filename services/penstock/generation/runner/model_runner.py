@@ -30,6 +30,7 @@ from penstock.generation.runner.grouped_input_batch import GroupedInputBatch
 from penstock.generation.runner.hidden_states import HiddenHistories
 from penstock.generation.runner.input_batch import AdapterRows, InputBatch, ModelInputs, embed_step
 from penstock.generation.runner.output_tensors import StepTensorTaker
+from penstock.generation.runner.placed_states import with_states
 from penstock.generation.runner.row_outputs import MeanPooling, PromptScorer, apply_guidance
 from penstock.generation.runner.steady_decode import SteadyDecode
 from penstock.generation.sampling.sampler import Sampler
@@ -166,8 +167,7 @@ class ModelRunner:
             return RunnerOutput({}, {})
         inputs = self._inputs.build(output.scheduled, output.bundles)
         if self._states is not None:
-            slots = self._states.place((entry.sequence.seq_id, entry.start) for entry in output.scheduled)
-            inputs = replace(inputs, metadata=replace(inputs.metadata, state_slots=slots))
+            inputs = replace(inputs, metadata=with_states(inputs.metadata, self._states, output.scheduled))
         draws = DrawRows.of(output.scheduled, inputs.row_starts)
         exits = EarlyExits(draws, self._model.device) if draws.dola else None
         tensors = self._start_tensors(draws, inputs.row_starts) if draws.tensors else None

@@ -107,7 +107,7 @@ class PromptTimer:
         """`model` and `kv` are those that will serve. `most_tokens`: longest prompt that will be timed."""
         all_layers = model.config.num_layers
         self._is_whole = model.shallow(1) is model
-        layers = all_layers if self._is_whole else min(_LAYERS, all_layers)
+        layers = model.config.num_kv_layers if self._is_whole else min(_LAYERS, all_layers)
         blocks = min(kv.num_blocks, most_tokens // kv.block_size + 1)
         geometry = (layers, blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
         small = KVCachePool(*geometry, kv.dtype, kv.device, has_values=kv.has_values)

@@ -129,7 +129,7 @@ def _pool(
     left = device.memory()
     blocks = kv_pool_blocks(
         parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
-        bytes_per_block=kv_bytes_per_block(facts.num_layers, *geometry, dtype, has_values=facts.has_values),
+        bytes_per_block=kv_bytes_per_block(facts.num_kv_layers, *geometry, dtype, has_values=facts.has_values),
         blocks_of_context=-(-context // size),
         available=left.available,
         total=left.total,
@@ -138,7 +138,7 @@ def _pool(
         # `auto` never has room for more tokens than the served model.
         max_blocks=max(engine.num_blocks // engine.bundle_blocks, 1),
     )
-    return KVCachePool(facts.num_layers, blocks, *geometry, dtype, device.torch_device, has_values=facts.has_values)
+    return KVCachePool(facts.num_kv_layers, blocks, *geometry, dtype, device.torch_device, has_values=facts.has_values)
 
 
 def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> None:

@@ -85,7 +85,7 @@ def make_pools(start: Start, files: ModelFiles, weights: LoadedWeights) -> Pools
 
 def opens_graphs(config: GenerationServiceConfig, model: LanguageModel) -> bool:
     """True when callers may run the model's graphs: it has some where its layers are ours."""
-    return config.is_model_open and isinstance(model, CausalLM) and model.config.has_values
+    return config.is_model_open and isinstance(model, CausalLM) and model.config.has_graphs
 
 
 def _layout(config: GenerationServiceConfig, weights: LoadedWeights) -> CacheLayout | None:
@@ -119,7 +119,7 @@ def _kv_pool(
     # A slot for each sequence that runs; warm-up needs two.
     slots, snapshots = max(2, config.max_running_sequences), _num_snapshots(config, model, context)
     states = (slots + snapshots) * state_bytes(model.state_layout)
-    num_layers = facts.num_layers if layout is None else layout.layers_a_block
+    num_layers = facts.num_kv_layers if layout is None else layout.layers_a_block
     longest = _most_blocks(config, layout, context, size)
     blocks = kv_pool_blocks(
         parse_memory(config.kv_memory),
@@ -173,7 +173,9 @@ def _named_pool(config: GenerationServiceConfig, model: LanguageModel, kv: KVCac
     blocks, facts = _named_blocks(config, model, kv.block_size), model.config
     if not blocks:
         return None
-    return KVCachePool(facts.num_layers, blocks, kv.block_size, model.num_kv_heads, facts.head_dim, kv.dtype, kv.device)
+    return KVCachePool(
+        facts.num_kv_layers, blocks, kv.block_size, model.num_kv_heads, facts.head_dim, kv.dtype, kv.device
+    )
 
 
 def _most_blocks(config: GenerationServiceConfig, layout: CacheLayout | None, context: int, size: int) -> int:
@@ -190,7 +192,7 @@ def _num_snapshots(config: GenerationServiceConfig, model: LanguageModel, contex
     Modules that go on from a state by one token only would compute the end of every prompt so, to have one. No prompt
     of a short context has one.
     """
-    if not (config.prefix_cache and isinstance(model, StatefulModel) and model.continues):
+    if not config.prefix_cache or not model.state_layout or (isinstance(model, StatefulModel) and not model.continues):
         return 0
     return config.state_snapshots if context > config.state_snapshot_tokens else 0
 

@@ -19,7 +19,7 @@ from penstock.common.logging import get_logger
 from penstock.generation.core.model_config import Activation
 from penstock.generation.layers.linear import INT8_GROUPS
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8, NotFinite, WholeRows
-from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, HeadOrder, LayerLinear
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, LayerLinear, RowOrder
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
@@ -314,7 +314,7 @@ class CheckpointWeights:
                 self._whole_methods[form] = None
         return self._whole_methods[form]
 
-    def _weight(self, names: list[str], order: HeadOrder | None = None) -> StoredWeight:
+    def _weight(self, names: list[str], order: RowOrder | None = None) -> StoredWeight:
         return StoredWeight(self._checkpoint, names, self.dtype, self._device.torch_device, order)
 
     def _joined(self, names: list[str]) -> Tensor:
@@ -345,7 +345,7 @@ class StoredWeight:
         names: Sequence[str],
         dtype: torch.dtype,
         device: torch.device,
-        order: HeadOrder | None = None,
+        order: RowOrder | None = None,
     ) -> None:
         shapes = [checkpoint.shape(name) for name in names]
         self.shape = (sum(shape[0] for shape in shapes), shapes[0][1])
@@ -369,10 +369,10 @@ class StoredWeight:
             for piece in self._checkpoint.pieces(name):
                 yield piece.to(device=self._device, dtype=self.dtype)
 
-    def _ordered_pieces(self, order: HeadOrder) -> Iterator[Tensor]:
+    def _ordered_pieces(self, order: RowOrder) -> Iterator[Tensor]:
         first = 0
         for name in self.names:
-            for piece in self._checkpoint.pieces(name, multiple=len(order.dims)):
+            for piece in self._checkpoint.pieces(name, multiple=order.multiple(first)):
                 yield order.applied(piece.to(device=self._device, dtype=self.dtype), first)
                 first += piece.shape[0]
 
@@ -380,7 +380,7 @@ class StoredWeight:
         """See WholeWeight."""
         first, order = 0, self._order
         for name in self.names:
-            for piece in self._checkpoint.whole_pieces(name, multiple=1 if order is None else len(order.dims)):
+            for piece in self._checkpoint.whole_pieces(name, multiple=1 if order is None else order.multiple(first)):
                 rows = piece.asymmetric() if self.form == INT4_ASYMMETRIC else piece
                 if order is not None:
                     rows = WholeRows(
@@ -400,7 +400,7 @@ class StoredWeight:
         """See BlockWeight."""
         first, order = 0, self._order
         for name in self.names:
-            for piece in self._checkpoint.block_pieces(name, multiple=1 if order is None else len(order.dims)):
+            for piece in self._checkpoint.block_pieces(name, multiple=1 if order is None else order.multiple(first)):
                 yield piece if order is None else order.applied(piece, first)
                 first += len(piece)
 

@@ -25,6 +25,7 @@ from penstock.generation.weights.tensor_names import (
     layer_norms,
     layer_prefix,
     rounds_once,
+    state_tensors,
 )
 
 FORMAT = "penstock packed weights"
@@ -125,9 +126,10 @@ def _tensors(
     norm_dtype = torch.float32 if rounds_once(config) else dtype
     for index in range(config.num_layers):
         prefix = layer_prefix(index)
-        found += [(f"{prefix}{name}", norm_dtype, (width,)) for name, width in layer_norms(config).items()]
+        found += [(f"{prefix}{name}", norm_dtype, (width,)) for name, width in layer_norms(config, index).items()]
         biases = choice_biases(config, index).items()
         found += [(f"{prefix}{name}", torch.float32, (width,)) for name, width in biases]
+        found += [(f"{prefix}{name}", torch.float32, shape) for name, shape in state_tensors(config, index).items()]
         for one in layer_linears(config, index):
             if one.is_matrix:
                 found.append((f"{prefix}{one.name}.weight", dtype, one.shape))

@@ -50,6 +50,8 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         # tensor -> (file, shape, safetensors dtype)
         self._tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        # Names in the files of tensors that have others here.
+        self._stored: dict[str, str] = {}
         # Texts in the files' headers.
         self.metadata: dict[str, str] = {}
         self._progress = progress
@@ -127,6 +129,17 @@ class Checkpoint:
             self._left[file].discard(tensor)
             del self._tensors[tensor]
 
+    def rename(self, prefix: str, new: str) -> None:
+        """Give tensors with names that begin with `prefix` the beginning `new` instead; none may have that name."""
+        for stored in [name for name in self._tensors if name.startswith(prefix)]:
+            tensor = new + stored.removeprefix(prefix)
+            if tensor in self._tensors:
+                raise StartupError(f"{self.folder} has both {stored} and {tensor}", flag="MODEL")
+            self._tensors[tensor] = entry = self._tensors.pop(stored)
+            self._stored[tensor] = stored
+            self._left[entry[0]].remove(stored)
+            self._left[entry[0]].add(tensor)
+
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the tensor's stored shape."""
         return self._tensors[tensor][1]
@@ -167,9 +180,9 @@ class Checkpoint:
         name, shape, dtype = self._tensors[tensor]
         try:
             if tensor in self._left[name]:
-                self._ahead.advise(name, tensor, 0, shape[0])
+                self._ahead.advise(name, self._stored.get(tensor, tensor), 0, shape[0])
             file = MappedFile(self.folder / name)
-            stored = stored_tensors(file.memory).get(tensor)
+            stored = stored_tensors(file.memory).get(self._stored.get(tensor, tensor))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _broken(self.folder / name, error) from error
         place = None if stored is None else (stored.dtype, stored.shape, stored.end - stored.begin)
@@ -215,8 +228,9 @@ class Checkpoint:
             if file not in self._files or self._resident_bytes > RELEASE_BYTES:
                 self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
                 self._resident_bytes = 0
-            self._ahead.advise(file, tensor, first, last)
-            part = self._files[file].get_slice(tensor)
+            name = self._stored.get(tensor, tensor)
+            self._ahead.advise(file, name, first, last)
+            part = self._files[file].get_slice(name)
             value: Tensor = part[first:last] if shape else part[...]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _broken(self.folder / file, error) from error

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from penstock.generation.core.delta_heads import DeltaHeads
 from penstock.generation.core.latent_heads import LatentHeads
 from penstock.generation.core.model_config import ModelConfig, NormKind
+from penstock.generation.weights.part_orders import PartOrders, by_kind, gated_queries, head_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+DELTA_CONV, DELTA_DECAY, DELTA_BIAS, DELTA_NORM = (
+    f"linear_attn.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+)
 LATENT_NORM, QUERY_NORM = "self_attn.kv_a_layernorm", "self_attn.q_a_layernorm"
 # Hugging Face's names.
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -40,6 +45,13 @@ class HeadOrder:
         ordered[:count] = heads[:, list(self.dims)].view(count, *rows_OX.shape[1:])
         return ordered
 
+    def multiple(self, first: int) -> int:
+        """Return the number of rows that must be read together from row `first` on."""
+        return len(self.dims)
+
+
+RowOrder: TypeAlias = HeadOrder | PartOrders
+
 
 @dataclass(frozen=True, slots=True)
 class LayerLinear:
@@ -55,7 +67,7 @@ class LayerLinear:
     gated: bool = False
     # Not quantised by --quantization.
     is_exact: bool = False
-    order: HeadOrder | None = None
+    order: RowOrder | None = None
     # Not None: the weight is this expert's, of a tensor with all experts (experts, inputs, outputs), and its gates and
     # values are interleaved.
     expert: int | None = None
@@ -77,15 +89,19 @@ def layer_prefix(index: int) -> str:
 
 def layer_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
     """Return the linear layers of a decoder layer: those of attention, then those of its MLP."""
-    return *attention_linears(config), *mlp_linears(config, layer)
+    return *attention_linears(config, layer), *mlp_linears(config, layer)
 
 
-def attention_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
-    """Return the linear layers of attention: qkv, output.
+def attention_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
+    """Return the linear layers of a layer's attention: qkv, output.
 
     Latent attention has more, its output last: one or two that make the queries, that of a token's row, and what
-    expands it.
+    expands it. A layer with a state has those of its rows and gates, of the numbers that fade and correct the state,
+    and its output.
     """
+    if config.keeps_state(layer):
+        assert config.delta is not None
+        return _delta_linears(config, config.delta)
     if config.latent is not None:
         return *_latent_linears(config, config.latent), _output(config)
     return _qkv(config), _output(config)
@@ -105,10 +121,32 @@ def mlp_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear, ...]:
 def site_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear | None, ...]:
     """Return the linear layers of a decoder layer that adapters may change, in the order of the sites of layers.lora;
     None: not possible there."""
-    attention = attention_linears(config)
-    qkv = attention[0] if config.latent is None else None
+    attention = attention_linears(config, layer)
+    qkv = attention[0] if config.latent is None and not config.keeps_state(layer) else None
     mlp = (None, None) if config.has_experts(layer) else mlp_linears(config, layer)
     return qkv, attention[-1], *mlp
+
+
+def _delta_linears(config: ModelConfig, delta: DeltaHeads) -> tuple[LayerLinear, ...]:
+    hidden, share = config.hidden_size, delta.value_heads // delta.key_heads
+
+    def one(name: str, parts: tuple[str, ...], rows: tuple[int, ...], kinds: tuple[int, ...]) -> LayerLinear:
+        order = PartOrders((by_kind(delta.key_heads, kinds),)) if delta.by_key_head else None
+        parts = (name,) if delta.by_key_head else parts
+        rows = (sum(rows),) if delta.by_key_head else rows
+        parts = tuple(f"linear_attn.{part}" for part in parts)
+        return LayerLinear(f"linear_attn.{name}", parts, rows, hidden, has_bias=False, order=order)
+
+    wide = share * delta.value_dim
+    rows = one(
+        "in_proj_qkvz",
+        ("in_proj_qkv", "in_proj_z"),
+        (delta.channels, delta.values),
+        (delta.key_dim, delta.key_dim, wide, wide),
+    )
+    numbers = one("in_proj_ba", ("in_proj_b", "in_proj_a"), (delta.value_heads,) * 2, (share, share))
+    output = LayerLinear("linear_attn.out_proj", ("linear_attn.out_proj",), (hidden,), delta.values, has_bias=False)
+    return rows, replace(numbers, is_exact=True), output
 
 
 def _latent_linears(config: ModelConfig, latent: LatentHeads) -> tuple[LayerLinear, ...]:
@@ -155,7 +193,13 @@ def _qkv(config: ModelConfig) -> LayerLinear:
     rows: tuple[int, ...] = (query, kv, kv)
     if config.qkv_is_one:
         parts, rows = ("self_attn.qkv_proj",), (query + 2 * kv,)
-    order = _head_order(config)
+    order: RowOrder | None = _head_order(config)
+    if config.has_gates:
+        # Gates come first in the joined rows, so that the others are neighbours.
+        dims = order.dims if isinstance(order, HeadOrder) else tuple(range(config.head_dim))
+        kv_rows = tuple(range(kv))
+        order = PartOrders((gated_queries(config.num_heads, dims), head_rows(config.num_kv_heads, dims), kv_rows))
+        rows = (2 * query, kv, kv)
     return LayerLinear("self_attn.qkv_proj", parts, rows, config.hidden_size, config.qkv_bias, order=order)
 
 
@@ -230,9 +274,17 @@ def rounds_once(config: ModelConfig) -> bool:
     return config.norm_kind is not NormKind.RMS
 
 
-def layer_norms(config: ModelConfig) -> dict[str, int]:
-    """Return name -> width of the norms of every layer, and of the sinks of its heads."""
+def head_dims(config: ModelConfig) -> tuple[int, ...] | None:
+    """Return for each dim of a head of q and k the checkpoint's dim in its place; None: unchanged."""
+    order = _head_order(config)
+    return None if order is None else order.dims
+
+
+def layer_norms(config: ModelConfig, layer: int = 0) -> dict[str, int]:
+    """Return name -> width of the norms of a layer, and of the sinks of its heads."""
     norms = {f"{name}.weight": config.hidden_size for name in config.norms.names}
+    if config.keeps_state(layer):
+        return norms
     if config.qk_norm:
         heads = (config.num_heads, config.num_kv_heads) if config.qk_norm_is_whole else (1, 1)
         norms |= {f"self_attn.{name}_norm.weight": n * config.head_dim for name, n in zip("qk", heads, strict=True)}
@@ -253,6 +305,20 @@ def choice_biases(config: ModelConfig, layer: int) -> dict[str, int]:
     return {f"{experts.module}.{experts.router}.e_score_correction_bias": experts.count}
 
 
+def state_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors of a layer that keeps a state, beside norms and linear layers. All are kept
+    in float32; nothing for a layer that attends."""
+    delta = config.delta
+    if delta is None or not config.keeps_state(layer):
+        return {}
+    return {
+        DELTA_CONV: (delta.channels, 1, delta.kernel),
+        DELTA_DECAY: (delta.value_heads,),
+        DELTA_BIAS: (delta.value_heads,),
+        DELTA_NORM: (delta.value_dim,),
+    }
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor that such a checkpoint must have (Hugging Face's names)."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -260,7 +326,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer: dict[str, tuple[int, ...]] = {}
         for linear in layer_linears(config, index):
             layer |= _stored_shapes(config, linear)
-        layer |= {name: (width,) for name, width in (layer_norms(config) | choice_biases(config, index)).items()}
+        layer |= {name: (width,) for name, width in (layer_norms(config, index) | choice_biases(config, index)).items()}
+        layer |= state_tensors(config, index)
         shapes |= {f"{layer_prefix(index)}{name}": shape for name, shape in layer.items()}
     shapes |= {EMBEDDING: (config.vocab_size, config.hidden_size), NORM: (config.hidden_size,)}
     if not config.tie_word_embeddings:

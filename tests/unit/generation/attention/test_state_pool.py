@@ -102,3 +102,26 @@ def test_a_state_is_read_at_its_own_token_only() -> None:
         states.place([(9, 2)])
     with pytest.raises(RuntimeError, match="after token 3"):
         states.fork([Fork(1, 2, 3)], [])
+
+
+def test_a_state_goes_on_from_any_row_that_was_not_taken_back() -> None:
+    states, row = pool(), (torch.arange(3.0),)
+    slots = states.place([(1, 0), (2, 0)])
+    states.keep_later(slots[0], 7, row)
+    # Eight tokens of each, of which the state of the first is before the last three.
+    states.advance(slots, [8, 8], [3, 0])
+    assert [states.behind(slots, [start, 8]) for start in (5, 7, 8)] == [None, (2, 0), (3, 0)]
+    assert states.later(slots[0], 7) is row
+    for start in (4, 9):
+        with pytest.raises(RuntimeError, match=f"no state after token {start}"):
+            states.place([(1, start)])
+    # A copy goes on from there, too, until rows of its own come.
+    states.fork([Fork(1, 3, 6)], [])
+    child = states.place([(3, 6)])
+    assert states.behind(child, [6]) == (1,)
+    states.advance(child, [9])
+    assert states.behind((*slots, *child), [5, 8, 9]) is None
+    assert states.place([(1, 8), (3, 9)]) == (slots[0], *child)
+    # Nothing is left of a sequence that is gone.
+    states.release([1])
+    assert states.behind(states.place([(4, 0)]), [0]) is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.common.errors import StartupError
+from penstock.generation.core.delta_heads import DELTA_TYPES
 from penstock.generation.core.latent_heads import LATENT_TYPES
 from penstock.generation.core.model_config import ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.layers.rope import RotaryEmbedding, inverse_frequencies
@@ -77,6 +78,24 @@ def defaults(folder: Path, family: str) -> tuple[ModelConfig, Any]:
     return read_model_config(folder), AutoConfig.for_model(known, **needed)
 
 
+def test_types_with_a_delta_rule_are_known_without_torch(tmp_path: Path) -> None:
+    found = tuple(family for family in FAMILIES if defaults(tmp_path, family)[0].delta is not None)
+    assert found == DELTA_TYPES
+
+
+@pytest.mark.parametrize("family", DELTA_TYPES)
+def test_absent_widths_of_a_delta_rule_are_transformers(tmp_path: Path, family: str) -> None:
+    config, expected = defaults(tmp_path, family)
+    heads = config.delta
+    assert heads is not None
+    assert heads.layers == tuple(one == "linear_attention" for one in expected.layer_types)
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    assert [heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim, heads.kernel] == [
+        getattr(expected, f"linear_{name}") for name in names
+    ]
+    assert config.num_kv_layers == expected.layer_types.count("full_attention")
+
+
 def test_types_with_compressed_keys_and_values_are_known_without_torch(tmp_path: Path) -> None:
     latent = tuple(family for family in FAMILIES if defaults(tmp_path, family)[0].latent is not None)
     assert latent == LATENT_TYPES
@@ -104,7 +123,8 @@ def test_absent_fields_have_transformers_defaults(tmp_path: Path, family: str) -
         assert config.num_kv_heads == (expected.num_key_value_heads or config.num_heads)
     assert config.rope_width == (getattr(expected, "head_dim", None) or expected.hidden_size // config.num_heads)
     for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
-        assert getattr(config, name) == getattr(expected, name)
+        # One without plain MLPs has no width of them.
+        assert getattr(config, name) == getattr(expected, name, 512)
     assert config.rms_norm_eps == getattr(expected, "rms_norm_eps", getattr(expected, "layer_norm_eps", None))
     rope = expected.rope_parameters
     rope = rope.get("full_attention", rope)
@@ -126,7 +146,8 @@ def test_absent_fields_give_transformers_windows_and_experts(tmp_path: Path, fam
     else:
         assert config.sliding_windows == (window,) * config.num_layers
     if config.experts is not None:
-        experts, inner = config.experts, getattr(expected, "moe_intermediate_size", expected.intermediate_size)
+        width = "moe_intermediate_size" if hasattr(expected, "moe_intermediate_size") else "intermediate_size"
+        experts, inner = config.experts, getattr(expected, width)
         count = expected.num_experts if hasattr(expected, "num_experts") else expected.n_routed_experts
         assert (experts.count, experts.per_row) == (count, expected.num_experts_per_tok)
         assert experts.inner == inner
@@ -163,6 +184,9 @@ def test_absent_fields_give_transformers_windows_and_experts(tmp_path: Path, fam
         ("deepseek_v3", {**ALIKE, "num_experts_per_tok": 129}, "(129) is more than 4 of 8 groups have"),
         ("deepseek_v3", {**ALIKE, "quantization_config": {"quant_method": "gguf"}}, "of gguf is not read"),
         ("glm4_moe_lite", {**ALIKE, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must list 'dense' or 'sparse'"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, "without 'full_attention' is not supported"),
+        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must list 'linear_attention' or"),
+        ("qwen3_next", {"linear_num_value_heads": 5}, "linear_num_value_heads (5) is not a multiple of"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported"),
     ],
 )

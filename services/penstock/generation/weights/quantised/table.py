@@ -13,6 +13,7 @@ from penstock.common.dtypes import BY_STORED
 from penstock.common.errors import StartupError
 from penstock.common.gguf_parts import GGUF_FILE
 from penstock.common.progress import CountBytes
+from penstock.generation.core.delta_heads import DELTA_TYPES
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
 from penstock.generation.layers.linear.gguf_blocks import BLOCK_TYPES
 from penstock.generation.weights.quantised.awq import Awq
@@ -26,6 +27,7 @@ from penstock.generation.weights.quantised.mxfp4 import Mxfp4
 from penstock.generation.weights.quantised.quantised_checkpoint import QuantisedCheckpoint
 from penstock.generation.weights.quantised.torchao import TorchAo
 from penstock.generation.weights.safetensors_folder import Checkpoint
+from penstock.generation.weights.text_part import take_text_part, text_part
 
 
 class Gguf(QuantFormat):
@@ -87,8 +89,11 @@ def open_checkpoint(
     """Open the tensors of a folder: safetensors, quantised or not, or a GGUF file's. Raises StartupError."""
     if (folder / GGUF_FILE).exists():
         return GgufCheckpoint(folder, progress)
-    format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
+    config = ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    format = read_format(config)
     files = Checkpoint(folder, progress)
+    if config.values.get("model_type") in DELTA_TYPES or text_part(config) is not config:
+        take_text_part(files)
     return files if format is None else QuantisedCheckpoint(files, format)
 
 

@@ -70,6 +70,23 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
   return out;
 }
 
+at::Tensor sigmoid_mul(const at::Tensor& gates, const at::Tensor& x) {
+  TORCH_CHECK(gates.dim() == 2 && gates.sizes() == x.sizes() && gates.stride(1) == 1 &&
+              x.is_contiguous() && gates.scalar_type() == x.scalar_type());
+  auto out = at::empty_like(x);
+  const GateArgs args{
+      .gates = gates.const_data_ptr(),
+      .x = x.const_data_ptr(),
+      .out = out.data_ptr(),
+      .width = x.size(1),
+      .gates_stride = gates.stride(0),
+      .is_bf16 = is_bf16(x),
+  };
+  at::parallel_for(0, x.size(0), grain(args.width),
+                   [&](int64_t first, int64_t last) { KERNEL(sigmoid_mul)(args, first, last); });
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
@@ -78,11 +95,13 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "-> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, ScalarType? dtype=None) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
+  m.def("sigmoid_mul(Tensor gates, Tensor x) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("add_rms_norm", add_rms_norm);
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
+  m.impl("sigmoid_mul", sigmoid_mul);
 }
 
 }  // namespace penstock

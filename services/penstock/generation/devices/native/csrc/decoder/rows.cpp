@@ -211,5 +211,29 @@ void silu_mul(const SiluArgs& a, int64_t first, int64_t last) {
   }
 }
 
+template <typename T>
+static void sigmoid_mul_row(const T* gates, const T* x, T* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + L <= n; i += L)
+    store_all(out + i, rounded(sigmoid(load(gates + i)), gates) * load(x + i));
+  for (; i < n; ++i) {
+    T gate;
+    store(&gate, 1.0f / (1.0f + std::exp(-to_float(gates[i]))));
+    store(out + i, to_float(gate) * to_float(x[i]));
+  }
+}
+
+void sigmoid_mul(const GateArgs& a, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t at = row * a.width, from = row * a.gates_stride;
+    if (a.is_bf16)
+      sigmoid_mul_row<bf16>((const bf16*)a.gates + from, (const bf16*)a.x + at, (bf16*)a.out + at,
+                            a.width);
+    else
+      sigmoid_mul_row<float>((const float*)a.gates + from, (const float*)a.x + at,
+                             (float*)a.out + at, a.width);
+  }
+}
+
 }  // namespace NS
 }  // namespace penstock

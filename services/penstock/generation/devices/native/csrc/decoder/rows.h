@@ -38,9 +38,17 @@ struct SiluArgs {
   bool is_bf16;
 };
 
+struct GateArgs {
+  const void *gates, *x;
+  void* out;
+  int64_t width, gates_stride;  // of the rows of `gates`; the others lie side by side
+  bool is_bf16;
+};
+
 #define PENSTOCK_KERNELS                                       \
   void add_norm(const NormArgs&, int64_t first, int64_t last); \
-  void silu_mul(const SiluArgs&, int64_t first, int64_t last);
+  void silu_mul(const SiluArgs&, int64_t first, int64_t last); \
+  void sigmoid_mul(const GateArgs&, int64_t first, int64_t last);
 PENSTOCK_DECLARE(PENSTOCK_KERNELS)
 #undef PENSTOCK_KERNELS
 

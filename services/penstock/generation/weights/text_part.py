@@ -1,0 +1,36 @@
+"""The text part of a model that also sees: its configuration, and its tensors under the names of a text model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.generation.core.model_config import ConfigReader
+
+if TYPE_CHECKING:
+    from penstock.generation.weights.safetensors_folder import Checkpoint
+
+# By the type of the whole: the type of its text part, which a native family runs.
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_FIELD = "text_config"
+# Names in the checkpoint of the whole: of the text's tensors, and of those that nothing reads here.
+_PREFIX, _OTHERS = "model.language_model.", ("model.visual.", "mtp.")
+
+
+def text_part(config: ConfigReader) -> ConfigReader:
+    """Return the fields of the text part, before those of the whole; the same where the whole is a text model.
+
+    Raises StartupError naming the field.
+    """
+    own_type = TEXT_PARTS.get(str(config.values.get("model_type")))
+    text = None if own_type is None else config.mapping(_FIELD)
+    if text is None:
+        return config
+    values = {**config.values, **text.values, "model_type": own_type}
+    return ConfigReader(values, config.source, config.prefix)
+
+
+def take_text_part(checkpoint: Checkpoint) -> None:
+    """Give the text's tensors the names of a text model, and take the others for absent."""
+    checkpoint.rename(_PREFIX, "model.")
+    for prefix in _OTHERS:
+        checkpoint.leave_out(prefix)
