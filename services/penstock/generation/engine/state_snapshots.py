@@ -79,7 +79,8 @@ class StateSnapshots:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
             number, rest = divmod(end, self._pool.block_size)
             is_prompt = entry.num_tokens > 1 or end <= sequence.num_prompt_tokens
-            if rest or not is_prompt or number > len(sequence.block_hashes):
+            # Drafts may be taken back: the state is before them.
+            if rest or not is_prompt or number > len(sequence.block_hashes) or entry.verifiers:
                 continue
             if not self._saves_enough(sequence, entry.start, end):
                 continue

@@ -27,7 +27,7 @@ from penstock.generation.layers.lora import (
     SiteAdapters,
 )
 from penstock.generation.models.fused import FusedLayers, can_fuse
-from penstock.generation.models.state_limits import UNSUPPORTED
+from penstock.generation.models.state_limits import NOT_ATTENDED
 from penstock.generation.weights.tensor_names import site_linears
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class CausalLM:
     @property
     def unsupported(self) -> Mapping[str, str]:
         """Fields of a request that it cannot do: some where layers keep states."""
-        return {} if self.config.delta is None else UNSUPPORTED
+        return {} if self.config.delta is None else NOT_ATTENDED
 
     @property
     def num_kv_heads(self) -> int:
