@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from penstock.common.errors import (
     Unauthenticated,
     from_rpc_error,
 )
+from penstock.inference import kserve_pb2, kserve_pb2_grpc
 from penstock.v1 import config_pb2, text_pb2
 from penstock_client import AsyncClient, ClientConfig
 
@@ -34,10 +37,10 @@ async def keyed_router(
     folder: Path, *backends: EmittingBackend, keys: dict[str, dict[str, Any]], **settings: Any
 ) -> AsyncIterator[Router]:
     """Run a router with a file of keys before one backend, or those given."""
+    settings.setdefault("keys_interval_seconds", 0.05)
     async with running_router(
         *backends,
         keys_file=write_keys(folder / "keys.toml", **keys),
-        keys_interval_seconds=0.05,
         ledger=str(folder / "ledger"),
         **settings,
     ) as router:
@@ -236,6 +239,34 @@ async def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
         await until_answers(router, "b", wanted=False)
         assert (await refusal(router.stub.Generate(asked(), metadata=bearer("a")))).reason == "KEY_REVOKED"
         assert (await refusal(router.stub.Generate(asked(), metadata=bearer("b")))).reason == "KEY_EXPIRED"
+
+
+async def test_sighup_has_the_file_read_at_once(tmp_path: Path) -> None:
+    async with (
+        backend() as one,
+        keyed_router(tmp_path, one, keys={"a": {}}, keys_interval_seconds=3600.0) as router,
+    ):
+        write_keys(tmp_path / "keys.toml", b={})
+        # Else the signal would end this process.
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until_answers(router, "b", wanted=True)
+        assert not await answers(router, "a")
+
+
+async def test_keys_hold_for_kserve_too(tmp_path: Path) -> None:
+    keys: dict[str, dict[str, Any]] = {"embeds": {"scopes": ["embed"]}, "other": {"models": [OTHER]}}
+    async with (
+        backend() as one,
+        keyed_router(tmp_path, one, keys=keys) as router,
+        grpc.aio.insecure_channel(router.server.address) as channel,
+    ):
+        kserve: Any = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+        asking = kserve_pb2.ModelInferRequest(model_name="penstock-demo")
+        assert (await refusal(kserve.ModelInfer(asking, metadata=bearer("embeds")))).reason == "SCOPE_MISSING"
+        facts = kserve_pb2.ModelMetadataRequest(name="penstock-demo")
+        await kserve.ModelMetadata(facts, metadata=bearer("embeds"))
+        assert (await refusal(kserve.ModelMetadata(facts, metadata=bearer("other")))).reason == "MODEL_NOT_ALLOWED"
 
 
 async def test_a_revoked_key_is_refused_at_every_router_and_after_a_restart(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from factories.servers.key_files import keys_text, secret_of
 from penstock.common.errors import StartupError, Unauthenticated
+from penstock.router.config import RouterConfig
 from penstock.router.keys.api_key import KeyScope, digest_of
 from penstock.router.keys.key_ring import KeyRing
 from penstock.router.keys.keys_file import parse_keys
@@ -80,6 +81,12 @@ def test_two_secrets_stand_for_a_key_while_one_replaces_the_other(tmp_path: Path
         assert ring.find(f"Bearer {secret}") is ring.keys[0]
     assert ring.find("Bearer the-secret-of-nobody") is None
     assert ring.find(None) is ring.find("Basic x") is ring.find("Bearer ") is None
+
+
+def test_processes_with_a_ledger_each_are_refused() -> None:
+    with pytest.raises(StartupError, match="--ledger"):
+        RouterConfig(keys_file="keys.toml", processes=2).validate()
+    RouterConfig(keys_file="keys.toml", processes=2, ledger="ledger").validate()
 
 
 def test_a_digest_is_no_secret(tmp_path: Path) -> None:
