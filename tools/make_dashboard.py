@@ -200,7 +200,14 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Requests by key", "reqps", [rate(ROUTER + "key_requests_total", "{{key}} {{status}}", "key, status")]),
         ("Tokens by key", "short", [rate(ROUTER + "key_tokens_total", "{{key}} {{kind}}", "key, kind")]),
         ("Refused by quotas", "reqps", [rate(ROUTER + "key_refusals_total", "{{key}}: {{quota}}", "key, quota")]),
-        ("Requests at once", "short", [(f"sum by (key) ({ROUTER}key_requests_live)", "{{key}}")]),
+        (
+            "Requests at once, and what waits for the ledger",
+            "short",
+            [
+                (f"sum by (key) ({ROUTER}key_requests_live)", "{{key}}"),
+                (f"sum({ROUTER}key_ledger_waiting)", "ledger"),
+            ],
+        ),
     ],
     "HTTP gateway": [
         (

@@ -47,6 +47,7 @@ class KeyDesk:
             entry_days=options.ledger_entry_days,
             max_waiting=options.max_ledger_waiting,
         )
+        self._metrics.ledger_waiting.set_function(lambda: float(self._ledger.waiting))
         self._look_now = asyncio.Event()
 
     async def open(self) -> None:

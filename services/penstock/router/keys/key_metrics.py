@@ -20,7 +20,10 @@ class KeyMetrics:
         self.requests = counters("key_requests_total", "Requests ended, by key and status.", "key", "status")
         self.refusals = counters("key_refusals_total", "Requests that a quota refused.", "key", "quota")
         self.tokens = counters("key_tokens_total", "Tokens of prompts and answers, by key.", "key", "kind")
-        self.live: Callable[..., Gauge] = cache(
-            Gauge(PREFIX + "key_requests_live", "Requests that have come and not ended.", ("key",), registry=registry)
-            .labels
-        )  # fmt: skip
+        live = Gauge(
+            PREFIX + "key_requests_live", "Requests that have come and not ended.", ("key",), registry=registry
+        )
+        self.live: Callable[..., Gauge] = cache(live.labels)
+        self.ledger_waiting = Gauge(
+            PREFIX + "key_ledger_waiting", "Reservations and ends that wait for the ledger.", registry=registry
+        )

@@ -67,6 +67,11 @@ class Ledger:
         self._on_revoked: Callable[[Sequence[bytes]], None] = lambda _: None
 
     @property
+    def waiting(self) -> int:
+        """Number of operations that no transaction has yet."""
+        return len(self._waiting)
+
+    @property
     def now(self) -> float:
         """Present time, in seconds since 1970."""
         return self._clock()
