@@ -35,9 +35,9 @@ def _of_key(table: RouteTable, key: ApiKey) -> list[text_pb2.Model]:
             if key.may_use(named, model.name if model.parent else ""):
                 models.append(model)
     for alias, sharers in table.sharers.items():
-        allowed = [route for route in sharers if key.may_use(route.name)]
-        if allowed:
-            models.append(_shared(alias, allowed))
+        # A request for it may go to any of them.
+        if all(key.may_use(route.name) for route in sharers):
+            models.append(_shared(alias, sharers))
     return models
 
 
