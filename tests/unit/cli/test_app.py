@@ -110,7 +110,6 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("keys", "add", "a b", "--keys-file", "/no/such/keys.toml"), "keys[0].label: must be 1 to 64 letters"),
     (("keys", "add", "a", "--expires", "soon"), "--expires must be a time"),
     (("keys", "revoke", "a", "--keys-file", "/no/such/keys.toml"), "--keys-file /no/such/keys.toml: No such file"),
-    (("serve", "router", "--keys-file", "/no/such/keys.toml"), "--keys-file /no/such/keys.toml: No such file"),
 ]
 TIME = re.compile(r'"timestamp": "[^"]*"')
 # Runs each command of stdin, a JSON list of lists, in a fork that begins as `penstock` does; prints codes and stderr.
