@@ -49,6 +49,7 @@ class Load(_message.Message):
     HOST_BLOCKS_EVICTABLE_FIELD_NUMBER: _builtins.int
     SWAPPED_REQUESTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_VERSION_FIELD_NUMBER: _builtins.int
+    IDLE_ONLY_REQUESTS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     running_requests: _builtins.int
     running_sequences: _builtins.int
@@ -83,6 +84,10 @@ class Load(_message.Message):
     """Changes whenever an adapter is added, replaced or unloaded, and so the answer of ListAdapters. 0: there was never an
     adapter.
     """
+    idle_only_requests: _builtins.int
+    """Those of waiting and running requests that use idle capacity only (metadata penstock-idle-only): others do not wait for them.
+    Absent: an older release, or an engine on which they would.
+    """
     @_builtins.property
     def group_blocks_used(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Used ones of each group of layers, in the order of KvGeometry.groups."""
@@ -116,13 +121,19 @@ class Load(_message.Message):
         host_blocks_evictable: _builtins.int = ...,
         swapped_requests: _builtins.int = ...,
         adapters_version: _builtins.int = ...,
+        idle_only_requests: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "pace", b"pace", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_step_seconds", b"_step_seconds", "idle_only_requests", b"idle_only_requests", "pace", b"pace", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "group_blocks_used", b"group_blocks_used", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "group_blocks_used", b"group_blocks_used", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "idle_only_requests", b"idle_only_requests", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__idle_only_requests: _TypeAlias = _typing.Literal["idle_only_requests"]  # noqa: Y015
+    _WhichOneofArgType__idle_only_requests: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests"]  # noqa: Y015
     _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
     _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_only_requests) -> _WhichOneofReturnType__idle_only_requests | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_seconds) -> _WhichOneofReturnType__step_seconds | None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
@@ -1211,7 +1222,9 @@ class LoadAdapterRequest(_message.Message):
     name: _builtins.str
     """Its name in requests: letters, digits and ._-/ as in a hub id; not the name of a served model."""
     path: _builtins.str
-    """Folder below --adapter-root, links followed. Empty: the folder of the adapter's own name."""
+    """Folder below --adapter-root, links followed, or a place in a store of --adapter-store: hub://OWNER/NAME, hub://OWNER/NAME@REVISION,
+    s3://BUCKET/PREFIX. Empty: the folder of the adapter's own name; where there is none, the name as a hub id, or as a place.
+    """
     replace: _builtins.bool
     """Allow a known name and give it this adapter: running requests end with the old weights, later ones use the new ones."""
     def __init__(

@@ -750,7 +750,7 @@ class WriteWeightsStart(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """May be left out."""
+    """May be left out. The draft model's name: its weights, which change drafts alone, and not weights_version."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]:
         """A tensor that is not named stays as it is. Those that run as one product go together: q, k and v of a layer (with their
