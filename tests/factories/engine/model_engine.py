@@ -77,14 +77,23 @@ def answer_alone(model: CausalLM, item: Request, modes: ModeRegistry = MODES) ->
     return run(model_engine(model, modes=modes), item)[item.request_id]
 
 
+def answers_alone(model: CausalLM, requests: list[Request], modes: ModeRegistry = MODES) -> dict[str, Answer]:
+    """Return the answer of an idle engine to each request, by its id."""
+    return {item.request_id: answer_alone(model, item, modes) for item in requests}
+
+
 def check_company(
-    model: CausalLM, make_requests: Callable[[], list[Request]], config: EngineConfig, modes: ModeRegistry = MODES
+    model: CausalLM,
+    make_requests: Callable[[], list[Request]],
+    config: EngineConfig,
+    modes: ModeRegistry = MODES,
+    alone: Mapping[str, Answer] | None = None,
 ) -> Engine:
     """Check that every request gets the answer that it gets alone, one joining a step, and again with cached prefixes.
 
-    The engine is returned for its counters.
+    `alone`: `answers_alone` of the requests, where a test has them already. The engine is returned for its counters.
     """
-    alone = {item.request_id: answer_alone(model, item, modes).ids for item in make_requests()}
+    wanted = {name: answer.ids for name, answer in (alone or answers_alone(model, make_requests(), modes)).items()}
     engine = model_engine(model, config, modes=modes)
     answers: dict[str, Answer] = {}
     for item in make_requests():
@@ -92,9 +101,9 @@ def check_company(
         collect(answers, engine.step())
         engine.check_integrity()
     run(engine, answers=answers)
-    assert {name: answer.ids for name, answer in answers.items()} == alone
+    assert {name: answer.ids for name, answer in answers.items()} == wanted
     again = run(engine, *make_requests())
-    assert {name: answer.ids for name, answer in again.items()} == alone
+    assert {name: answer.ids for name, answer in again.items()} == wanted
     assert engine.load().kv_blocks_used == 0
     return engine
 

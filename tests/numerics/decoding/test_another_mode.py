@@ -62,7 +62,7 @@ def test_on_a_model_it_takes_what_it_says(model: CausalLM, period: int) -> None:
     assert ids == reference(model, period, 9)
 
 
-@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("tight", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_beside_every_other_mode_and_preempted_it_gives_what_it_gives_alone(model: CausalLM, tight: bool) -> None:
     def requests() -> list[Request]:
         modes: dict[str, dict[str, Any]] = {

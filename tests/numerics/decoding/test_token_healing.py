@@ -134,7 +134,7 @@ def test_every_mode_gives_what_it_gives_on_the_healed_prompt(model: CausalLM, mo
 @pytest.mark.parametrize(
     "config",
     [
-        engine_config(max_running_sequences=32, num_blocks=200),
+        pytest.param(engine_config(max_running_sequences=32, num_blocks=200), marks=pytest.mark.slow),
         engine_config(num_blocks=40, block_size=3, max_running_sequences=16, max_batch_tokens=16, reserve_share=0.0),
     ],
     ids=["roomy", "preempted"],

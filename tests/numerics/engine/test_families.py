@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from factories.engine.fake_engine import engine_config, request
-from factories.engine.model_engine import answer_alone, check_company, load_tiny
+from factories.engine.model_engine import answers_alone, check_company, load_tiny
 from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from penstock.generation.core.request import Request
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -46,10 +46,11 @@ def test_a_crowd_gets_the_ids_of_generate(tmp_path: Path, family: str) -> None:
     folder = tiny_checkpoint(tmp_path, family, seed=3)
     model, reference = load_tiny(folder), reference_model(folder)
     config = engine_config(num_blocks=42, block_size=2, max_running_sequences=8, max_batch_tokens=24, prefix_cache=True)
-    engine = check_company(model, crowd, config)
+    alone = answers_alone(model, crowd())
+    engine = check_company(model, crowd, config, alone=alone)
     assert min(engine.stats.preemptions, engine.stats.prefix_hit_tokens, engine.stats.copy_on_write_blocks) > 0
     for item in crowd():
-        answer = answer_alone(model, item)
+        answer = alone[item.request_id]
         found = reference.generate(
             torch.tensor([item.prompt_token_ids]),
             max_new_tokens=NEW_TOKENS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from factories.engine.fake_engine import collect, engine_config, request, run
-from factories.engine.model_engine import check_company, model_engine
+from factories.engine.model_engine import answers_alone, check_company, model_engine
 from factories.models.model_types import VOCAB_SIZE, WINDOW, greedy_ids, reference_of, tiny_model_type
 from factories.models.native import use_native
 from factories.models.run_kernels import cpu_device
@@ -107,10 +107,9 @@ def test_nothing_behind_the_window_is_read(native: LanguageModel, prefix_cache: 
     config = replace(CONFIG, prefix_cache=prefix_cache)
     engine = model_engine(native, config)
     poison = Poisoning(engine)
+    alone = {item.request_id: run(model_engine(native, wide), item)[item.request_id].ids for item in requests()}
     for _ in range(2):
-        found = run(engine, *requests())
-        for item in requests():
-            assert found[item.request_id].ids == run(model_engine(native, wide), item)[item.request_id].ids
+        assert {name: answer.ids for name, answer in run(engine, *requests()).items()} == alone
         engine.check_integrity()
     assert poison.poisoned > 0
     assert (engine.stats.prefix_hit_tokens > 0) == prefix_cache
@@ -124,9 +123,10 @@ def test_answers_do_not_depend_on_others_beside_them(native: LanguageModel) -> N
         for item in requests()
     )
     config = replace(CONFIG, num_blocks=max(needed))
-    engine = check_company(native, requests, config)
+    alone = answers_alone(native, requests())
+    engine = check_company(native, requests, config, alone=alone)
     assert engine.stats.preemptions > 0
-    host = check_company(native, requests, replace(config, num_host_blocks=100, preemption="swap"))
+    host = check_company(native, requests, replace(config, num_host_blocks=100, preemption="swap"), alone=alone)
     assert host.stats.swaps > 0
 
 
