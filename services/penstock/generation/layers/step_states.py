@@ -3,8 +3,9 @@ through again after drafts were verified."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,13 +14,15 @@ from torch import Tensor
 from penstock.generation.attention.to_device import uploaded
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.generation.attention.base import AttentionMetadata
 
 # Key of a step's states among AttentionMetadata.plans.
 _STATES = "states of the step"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StepStates:
     """Slots and rows of the states of a step's sequences, the same in all layers. Tensors are on the model's device."""
 
@@ -29,12 +32,29 @@ class StepStates:
     is_new: Tensor
     # (S + 1) int32: where the sequences' rows begin.
     query_start: Tensor
-    # Sequences that are alike in their number of rows, kept ones among them, and in being new.
-    batches: tuple[StateBatch, ...]
+    # Of each sequence, on the host: number of rows, of kept ones, and True if it is new.
+    kinds: tuple[tuple[int, int, bool], ...]
     # Slots with rows that may be taken back, and these among the step's.
     later: tuple[tuple[int, slice], ...] = ()
     # Rows of an earlier step that come before the step's own; all of the above counts them. None: there are none.
     again: EarlierRows | None = None
+
+    @cached_property
+    def batches(self) -> tuple[StateBatch, ...]:
+        """Sequences that are alike in their number of rows, kept ones among them, and in being new."""
+        device, begins = self.slots.device, np.cumsum([0, *(count for count, _, _ in self.kinds)])
+        alike: dict[tuple[int, int, bool], list[int]] = {}
+        for number, kind in enumerate(self.kinds):
+            alike.setdefault(kind, []).append(number)
+        return tuple(
+            StateBatch(
+                self.slots[uploaded(np.array(members), device)],
+                uploaded(begins[members][:, None] + np.arange(count), device),
+                kept,
+                is_new,
+            )
+            for (count, kept, is_new), members in alike.items()
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,60 +91,40 @@ def states_of_step(metadata: AttentionMetadata) -> StepStates:
 def _of_step(metadata: AttentionMetadata) -> StepStates:
     if metadata.state_slots is None:
         raise RuntimeError("a layer that keeps states needs their slots")
-    device, slots = metadata.query_start.device, metadata.state_slots
-    is_new = [count == length for count, length in zip(metadata.query_lens, metadata.kv_lens, strict=True)]
-    own, own_kept = np.array(metadata.query_lens), np.array(metadata.state_kept or metadata.query_lens)
-    behind = np.array(metadata.state_behind or [0] * len(own))
-    counts, kept = own + behind, own_kept + behind
-    begins, own_begins = (np.concatenate(([0], np.cumsum(one))) for one in (counts, own))
+    device, counts = metadata.query_start.device, metadata.query_lens
+    is_new = [count == length for count, length in zip(counts, metadata.kv_lens, strict=True)]
+    kept, later = metadata.state_kept or counts, tuple[tuple[int, slice], ...]()
+    if metadata.state_kept is not None:
+        later = _later(metadata.state_slots, counts, kept)
+    again, query_start, behind = None, metadata.query_start, metadata.state_behind
+    if behind is not None:
+        again = _again(metadata.state_slots, behind, counts, device)
+        counts, kept = ([one + rows for one, rows in zip(each, behind, strict=True)] for each in (counts, kept))
+        query_start = uploaded(np.cumsum([0, *counts], dtype=np.int32), device)
+    slots, kept_S, new_S = (uploaded(np.array(one, np.int64), device) for one in (metadata.state_slots, kept, is_new))
+    kinds = tuple(zip(counts, kept, is_new, strict=True))
+    return StepStates(slots, kept_S, new_S, query_start, kinds, later, again)
 
-    def moved(values: np.ndarray) -> Tensor:
-        return uploaded(values.astype(np.int64), device)
 
-    kinds: dict[tuple[int, int, bool], list[int]] = {}
-    for place, kind in enumerate(zip(counts.tolist(), kept.tolist(), is_new, strict=True)):
-        kinds.setdefault(kind, []).append(place)
-    batches = [
-        StateBatch(
-            moved(np.array([slots[one] for one in members])),
-            moved(begins[members][:, None] + np.arange(count)),
-            own_rows,
-            new,
-        )
-        for (count, own_rows, new), members in kinds.items()
-    ]
-    later = [
-        (slots[place], slice(first + rows, first + count))
-        for place, (first, rows, count) in enumerate(
-            zip(own_begins[:-1].tolist(), own_kept.tolist(), own.tolist(), strict=True)
-        )
-        if rows < count
-    ]
-    again, query_start = None, metadata.query_start
-    if metadata.state_behind is not None:
-        query_start = uploaded(begins.astype(np.int32), device)
-        again = _again(slots, behind, own, moved)
-    return StepStates(
-        slots=moved(np.array(slots)),
-        kept=moved(kept),
-        is_new=moved(np.array(is_new)),
-        query_start=query_start,
-        batches=tuple(batches),
-        later=tuple(later),
-        again=again,
+def _later(slots: Sequence[int], counts: Sequence[int], kept: Sequence[int]) -> tuple[tuple[int, slice], ...]:
+    """Return slots with rows after those that are kept, and where these are."""
+    ends = np.cumsum(counts).tolist()
+    return tuple(
+        (slot, slice(end - count + sure, end))
+        for slot, end, count, sure in zip(slots, ends, counts, kept, strict=True)
+        if sure < count
     )
 
 
-def _again(
-    slots: Sequence[int], behind: np.ndarray, own: np.ndarray, moved: Callable[[np.ndarray], Tensor]
-) -> EarlierRows:
-    """Return the earlier rows of a step, by the number of them and of own rows of each sequence."""
-    total = int(behind.sum())
+def _again(slots: Sequence[int], behind: Sequence[int], counts: Sequence[int], device: torch.device) -> EarlierRows:
+    """Return the earlier rows of a step, by the numbers of them and of own rows of each sequence."""
+    total = sum(behind)
     # Of earlier rows, then of own ones, each in the order of the sequences.
-    sequence = np.concatenate((np.repeat(np.arange(len(behind)), behind), np.repeat(np.arange(len(own)), own)))
+    numbers = range(len(slots))
+    sequence = np.concatenate((np.repeat(numbers, behind), np.repeat(numbers, counts)))
     order = np.argsort(sequence, kind="stable")
     return EarlierRows(
-        slots=tuple((slot, count) for slot, count in zip(slots, behind.tolist(), strict=True) if count),
-        order=moved(order),
-        own=moved(np.flatnonzero(order >= total)),
+        slots=tuple((slot, count) for slot, count in zip(slots, behind, strict=True) if count),
+        order=uploaded(order, device),
+        own=uploaded(np.flatnonzero(order >= total), device),
     )
