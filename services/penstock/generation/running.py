@@ -40,6 +40,7 @@ from penstock.generation.host.block_file_store import BlockFileStore
 from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
 from penstock.generation.service import GenerationCore
+from penstock.generation.startup.draft_model import DraftModel
 from penstock.generation.startup.load_again import load_again
 from penstock.generation.startup.load_weights import adapter_opener
 from penstock.generation.startup.loaded_model import LoadedModel
@@ -216,7 +217,7 @@ class RunningEngine:
     async def _change_drafts(self, fresh: LoadedModel, num_bytes: int, begun: float) -> AppliedUpdate:
         """Draft by other weights, between two steps. Answers stay the same, and so does the version of the weights."""
         core, prepared, drafts = self.core, time.monotonic(), fresh.engine.draft
-        assert drafts is not None
+        assert isinstance(drafts, DraftModel)
 
         def change(engine: Engine) -> tuple[int, float]:
             paused = time.monotonic()

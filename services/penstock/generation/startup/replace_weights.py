@@ -11,7 +11,7 @@ from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.loader import build_model
 from penstock.generation.models.model_parts import ReplacedWeights
-from penstock.generation.startup.draft_model import ResizedVocabulary
+from penstock.generation.startup.draft_model import DraftModel, ResizedVocabulary
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
@@ -84,6 +84,6 @@ def replace_weights(
     if not of_draft:
         return replace(loaded, weights=replace(weights, model=made))
     drafts = loaded.engine.draft
-    assert drafts is not None
+    assert isinstance(drafts, DraftModel)
     engine = replace(loaded.engine, draft=replace(drafts, model=made))
     return replace(loaded, weights=replace(weights, draft=made), engine=engine)
