@@ -155,7 +155,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of a test marked `thinned(n)` leave every n-th set of parameters to the ordinary run; the others are slow."""
     turns = {file: _turn(file, num_tests) for file, num_tests in Counter(item.path for item in items).items()}
     items.sort(key=lambda item: turns[item.path])
-    # Their marks are those of their tests, in less time: each worker has all of them, thousands.
+    # A file's marks are its tests', and each worker has thousands of these.
     for file in {item.getparent(pytest.Module) for item in items} - {None}:
         if any(hasattr(file.obj, name) for name in ("use_native", "use_instruction_set", "use_packing")):
             file.add_marker(pytest.mark.kernels)

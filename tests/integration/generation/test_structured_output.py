@@ -103,6 +103,7 @@ async def test_every_complete_output_obeys(client: Client, kind: str, mode: str)
     await client.until_idle()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_prompt_lookup_changes_nothing(client: Client, kind: str, mode: str) -> None:

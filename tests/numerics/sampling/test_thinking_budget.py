@@ -78,6 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return load_tiny(tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", seed=11))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
