@@ -50,6 +50,7 @@ def series(generator: Generator, weights: dict[str, torch.Tensor], updates: int)
     return sizes
 
 
+@pytest.mark.timeout(0)  # a minute of processor time, however busy the machine is
 def test_updates_of_real_weights_take_no_memory() -> None:
     folder = bf16_folder(MODEL, HOME)
     weights = load_file(folder / "model.safetensors")
