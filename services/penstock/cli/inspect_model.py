@@ -353,7 +353,9 @@ def _attention_layers(values: Mapping[str, Any]) -> int | None:
     if isinstance(kinds, list):
         names = [str(kind) for kind in kinds]
         return sum(name == "hybrid" or ("attention" in name and "linear" not in name) for name in names)
-    return _first(values, _LAYERS)
+    layers, period = _first(values, _LAYERS), _first(values, ("full_attention_interval",))
+    # Of Qwen3-Next and Qwen3.5: other layers keep a state.
+    return layers if layers is None or period is None else layers // period
 
 
 def _quantization(values: Mapping[str, Any], *, packed: bool) -> dict[str, Any] | None:

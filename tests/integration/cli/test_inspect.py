@@ -154,13 +154,23 @@ LATENT = {"kv_lora_rank": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_he
     [
         ({"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 2}, 2 * 2 * 2 * 16 * 2),
         ({"layers_block_type": ["mamba", "hybrid", "attention"]}, 2 * 2 * 4 * 16 * 2),
+        ({"num_hidden_layers": 9, "full_attention_interval": 4}, 2 * 2 * 4 * 16 * 2),
         ({"model_type": "mamba2"}, None),
         ({"text_config": {"num_key_value_heads": 1, "head_dim": 8}}, 3 * 2 * 1 * 8 * 2),
         ({**LATENT, "model_type": "deepseek_v3"}, 3 * 8 * 2),
         (LATENT, 3 * 4 * 20 * 2),
         ({**LATENT, "model_type": "deepseek_v2", "quantization_config": {"quant_method": "gguf"}}, 3 * 4 * 20 * 2),
     ],
-    ids=["linear attention", "hybrid", "states", "text of several parts", "one row", "expanded", "expanded gguf"],
+    ids=[
+        "linear attention",
+        "hybrid",
+        "every fourth",
+        "states",
+        "text of several parts",
+        "one row",
+        "expanded",
+        "expanded gguf",
+    ],
 )
 def test_kv_bytes_of_layers_that_have_them(tmp_path: Path, config: dict[str, Any], bytes_per_token: int | None) -> None:
     shape = {
