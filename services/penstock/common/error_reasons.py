@@ -71,7 +71,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("SEQUENCE_NOT_FOUND", "NOT_FOUND", "a named sequence was freed while a call for it waited", "free it after its last call"),
     _row("MODEL_ACCESS_OFF", "FAILED_PRECONDITION", "this service or router does not open the model to callers", "start the service with `--model-access`, and a public router with `--model-token-file`"),
     _row("NO_GRAPH_TENSORS", "FAILED_PRECONDITION", "this server keeps no tensors", "raise `--max-graph-tensors` and `--max-graph-tensor-bytes`, or send tensors in messages"),
-    _row("NO_GRAPHS", "FAILED_PRECONDITION", "transformers' modules run the model, or it keeps compressed keys and values, so it has no graphs", "serve a native model type (docs/guide/models.md)"),
+    _row("NO_GRAPHS", "FAILED_PRECONDITION", "transformers' modules run the model, or its layers keep compressed keys and values or states, so it has no graphs", "serve a native model type (docs/guide/models.md)"),
     _row("NO_ADMIN_TOKENS", "FAILED_PRECONDITION", "a router on a public address forwards no admin calls without tokens of their own", "start it with `--admin-token-file`"),
     _row("NO_CHAT_TEMPLATE", "FAILED_PRECONDITION", "the model has no chat template", "use Generate with a text, or start the tokenizer with a template"),
     _row("NO_TOKENIZER", "FAILED_PRECONDITION", "the model's folder has no tokenizer.json with a text for each token", "serve the folder with its tokenizer.json"),
