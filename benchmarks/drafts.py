@@ -1,4 +1,4 @@
-"""Drafts beside none: prompt lookup, memory, lookahead, all three; a real model's quantised self as its draft model.
+"""Drafts beside none: prompt lookup, memory, lookahead, all three; a real model's quantised self, a trained head.
 
     python -m benchmarks drafts [--models smollm2-135m demo random] [--threads 2] [--tokens 96] [--rounds 5]
 
@@ -17,7 +17,8 @@ Memory is asked after it saw the answers to other prompts of the same kind, as a
 itself. Answers of all kinds in turns, medians; tokens a step are output tokens over steps after the prompt's. The
 speed-up is told by the clock and by processor time, which other work on the machine changes less; that one is for
 `--threads 1`.
-`same_ids` counts answers that are those of plain decoding.
+`same_ids` counts answers that are those of plain decoding. The embedded model has its draft head, too, which answers
+questions of other kinds (`questions`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock.common.checkpoint import demo_folder
+from penstock.common.checkpoint import demo_folder, demo_head_folder
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.decoding_mode import PLAIN, DecodingMode
 from penstock.generation.core.request import Request
@@ -43,10 +44,14 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
+from penstock.generation.models.draft_head import DraftHead
+from penstock.generation.models.eagle3 import load_eagle3
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.runner.drafter import ModelDrafter
+from penstock.generation.runner.head_drafter import HeadDrafter
 from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.sampling.sampling_kernels import SamplingKernels
 from tokenizers import Tokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -64,9 +69,13 @@ KINDS: dict[str, DecodingMode] = {
     "lookahead": AssistanceOptions(lookahead_window=WINDOW),
     "all": AssistanceOptions(prompt_lookup_num_tokens=DRAFTS, ngram_memory_num_tokens=DRAFTS, lookahead_window=WINDOW),
 }
-REAL, SELF = "smollm2-135m", "quantised self"
+REAL, SELF, HEAD = "smollm2-135m", "quantised self", "trained head"
 SAMPLED = {"do_sample": True, "temperature": 3.0}
 CHATTED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+QUESTIONS = (
+    *("Who are you?", "What is Penstock?", "Spell violin.", "Write the numbers from 20 to 50.", "What is 13 + 6?"),
+    *("What is the capital of France?", "Tell me about paged attention.", "Spell the word river backwards."),
+)
 PROMPTS = Path(__file__).with_name("data") / "draft_prompts.json"
 MakePrompt = Callable[[int], list[int]]
 
@@ -92,6 +101,13 @@ def demo_prompt(number: int) -> list[int]:
     return list(tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids)
 
 
+def question_prompt(number: int) -> list[int]:
+    """Ask one of the questions that the embedded model knows, in turns."""
+    tokenizer = Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
+    question = QUESTIONS[number % len(QUESTIONS)]
+    return list(tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids)
+
+
 def random_prompt(number: int) -> list[int]:
     """Repeat a run of 16 random ids four times."""
     rng = random.Random(number)
@@ -111,17 +127,22 @@ def chat_prompt(folder: Path, text: str) -> MakePrompt:
     return make
 
 
-def runner(model: LanguageModel) -> ModelRunner:
+def runner(model: LanguageModel, tap: HeadDrafter | None = None) -> ModelRunner:
     """A runner on a pool of its own."""
     facts = model.config
     geometry = (facts.num_layers, NUM_BLOCKS, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
-    return ModelRunner(model, KVCachePool(*geometry, model.dtype, model.device))
+    return ModelRunner(model, KVCachePool(*geometry, model.dtype, model.device), tap=tap)
 
 
-def make_engine(model: LanguageModel, draft: LanguageModel | None) -> Engine:
+def make_engine(model: LanguageModel, draft: LanguageModel | None, head: DraftHead | None = None) -> Engine:
     """An engine with pools of its own."""
     config = EngineConfig(NUM_BLOCKS, BLOCK_SIZE, CONTEXT, prefix_cache=False)
-    drafter = None
+    drafter: ModelDrafter | HeadDrafter | None = None
+    if head is not None:
+        facts = head.config
+        kv = KVCachePool(1, NUM_BLOCKS, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim, head.dtype, head.device)
+        drafter = HeadDrafter(head, kv, model.config.vocab_size, kernels=SamplingKernels(), masks=None)
+        return Engine(config, runner(model, drafter), None, drafter=drafter)
     if draft is not None:
         drafter = ModelDrafter(
             runner(draft),
@@ -158,10 +179,13 @@ def compare(
     options: argparse.Namespace,
     sampling: dict[str, Any],
     ends: dict[str, Any],
+    head: DraftHead | None = None,
 ) -> list[dict[str, Any]]:
-    """All kinds in turns."""
-    engine = make_engine(model, draft)
+    """All kinds in turns; with a head only none and its own."""
+    engine = make_engine(model, draft, head)
     kinds = {**KINDS, SELF: AssistanceOptions()} if draft is not None else KINDS
+    if head is not None:
+        kinds = {"none": PLAIN, HEAD: AssistanceOptions(num_assistant_tokens=DRAFTS)}
     runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
     for number in range(-options.past, options.rounds):
         prompt = make_prompt(number + 1000)
@@ -221,6 +245,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             make = demo_prompt if name == "demo" else random_prompt
             found = compare(model, None, make, options, sampling, {"ignore_eos": True})
             cells += [{"model": name, "text": text, **cell} for cell in found]
+        if name == "demo":
+            head = load_eagle3(demo_head_folder(), model.config, device, model.dtype, "none")
+            ends = {"eos_token_ids": tuple(read_model_config(folder).eos_token_ids)}
+            for text, sampling in (("questions", {}), ("questions, sampled", CHATTED)):
+                found = compare(model, None, question_prompt, options, sampling, ends, head)
+                cells += [{"model": name, "text": text, **cell} for cell in found]
     return {
         "device": device.describe(),
         "torch": torch.__version__,

@@ -103,16 +103,17 @@ def _batch(rows: list[Row], pad: int) -> Batch:
 
 
 def batches(
-    tokenizer: Tokenizer, template: str, *, seed: int, tokens: int, pad: int, single_batches: int
+    tokenizer: Tokenizer, template: str, *, seed: int, tokens: int, pad: int, single_batches: int, chunk: int = CHUNK
 ) -> Iterator[Batch]:
     """Endless batches of about `tokens` tokens each, padding (`pad`, on the right) included.
 
-    The first chunks, until `single_batches` batches are made, hold single dialogues only.
+    `chunk` conversations are drawn at once. The first chunks, until `single_batches` batches are made, hold single
+    dialogues only.
     """
     source, shuffler, made = ConversationSource(seed), Random(seed + 1), 0
     while True:
         source.single = made < single_batches
-        drawn = encode_conversations([source.draw() for _ in range(CHUNK)], tokenizer, template)
+        drawn = encode_conversations([source.draw() for _ in range(chunk)], tokenizer, template)
         rows = sorted((row for row in drawn if len(row.ids) <= MAX_ROW), key=lambda row: len(row.ids))
         ready: list[Batch] = []
         current: list[Row] = []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.draft_heads import DRAFT_VOCAB, eagle3_folder
 from factories.models.gguf_converter import convert
 from factories.models.model_types import tiny_model_type
 from factories.models.native import use_native
@@ -24,7 +25,7 @@ from penstock.generation.attention.kv_cache import kv_bytes_per_block
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.device_registry import open_device
 from penstock.generation.models.registry import load_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -229,3 +230,15 @@ def test_pickles_and_folders_without_a_model(tmp_path: Path) -> None:
     assert (facts["starts"], facts["advice"]) == (False, ["save it again with transformers' save_pretrained()"])
     with pytest.raises(StartupError, match="MODEL"):
         facts_of(tmp_path / "nothing")
+
+
+def test_a_draft_head_is_told_from_a_model_and_so_are_layers_for_drafts(tmp_path: Path) -> None:
+    head = facts_of(eagle3_folder(tmp_path / "head"))
+    assert head["drafts"] == {"kind": "EAGLE-3", "is_model": False, "scored_ids": DRAFT_VOCAB}
+    assert (head["starts"], head["why"]) == (False, "it is a draft head, not a model")
+    carrying = tiny_checkpoint(tmp_path / "model", "deepseek_v3")
+    assert facts_of(carrying)["drafts"] is None
+    tensors = load_file(carrying / "model.safetensors")
+    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(48, 96)}, carrying / "model.safetensors")
+    drafts = facts_of(carrying)["drafts"]
+    assert drafts == {"kind": "multi-token prediction", "is_model": True, "layers": 1, "usable": True}

@@ -70,11 +70,12 @@ def load_draft_head(
             "--assistant-model draft there, too",
             flag=HEAD_FLAG,
         )
-    with _about_the_head(), ProgressStage(show, LOAD_WEIGHTS, head_name(config.draft_head)) as stage:
-        if config.draft_head == OWN_HEAD:
-            return load_mtp(folder, model, device, config.quantization, stage.count)
-        own = demo_head_folder() if config.draft_head == DEMO_HEAD else resolve_model(config.draft_head, show=show)
-        return load_eagle3(own, model.config, device, model.dtype, config.quantization, stage.count)
+    with _about_the_head():
+        own = _folder(config.draft_head, folder, show)
+        with ProgressStage(show, LOAD_WEIGHTS, head_name(config.draft_head)) as stage:
+            if config.draft_head == OWN_HEAD:
+                return load_mtp(own, model, device, config.quantization, stage.count)
+            return load_eagle3(own, model.config, device, model.dtype, config.quantization, stage.count)
 
 
 def make_head_draft(
@@ -108,6 +109,12 @@ def make_head_draft(
     drafter = HeadDrafter(head, own, model.config.vocab_size, kernels=device.sampling_kernels(), masks=masks)
     drafter.warm_up()
     return HeadDraft(head_name(config.draft_head), head, drafter)
+
+
+def _folder(draft_head: str, served: Path, show: ShowProgress) -> Path:
+    if draft_head == OWN_HEAD:
+        return served
+    return demo_head_folder() if draft_head == DEMO_HEAD else resolve_model(draft_head, show=show)
 
 
 def head_name(draft_head: str | None) -> str:
