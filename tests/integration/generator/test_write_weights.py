@@ -58,7 +58,7 @@ def expected(folders: dict[int, Path]) -> dict[int, list[int]]:
 
 
 def in_each_format() -> Iterator[Any]:
-    """Every family as it is stored; in int8 a dense one, one with experts, and those with keys or states of their own."""
+    """Every family as it is stored; in int8 a dense one, one with experts, those with keys or states of their own."""
     own = ("deepseek_v3", "qwen3_5_text")
     for family in (*FAMILIES, *own):
         yield pytest.param(family, "none", id=family)
