@@ -217,7 +217,7 @@ class ModelConfig:
     delta: DeltaHeads | None = None
     # Each head of attention has a gate beside its query: the sigmoid of it multiplies the head's output.
     has_gates: bool = False
-    # Layers after the last one that the checkpoint has for drafts, and that are not read.
+    # Layers after the last one that the checkpoint has for drafts. The model does without them: models.mtp reads them.
     num_draft_layers: int = 0
 
     # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
