@@ -27,7 +27,7 @@ from factories.wire.pydantic_models import fault_of, model_of
 from penstock import Generator
 
 # Requests at a time.
-AT_ONCE = 16
+AT_ONCE = 32
 EXAMPLE = '<tool_call>\n{"name": "save_city", "arguments": {"name": "Oslo", "people": 717710}}\n</tool_call>'
 SYSTEM = (
     "You call tools. Write nothing but one call, between <tool_call> and </tool_call>, with the tool's name and its "
@@ -47,9 +47,10 @@ def conversation(name: str) -> list[dict[str, str]]:
 
 def fault_in(answer: Any, number: int, *, is_strict: bool) -> str:
     """Return what is wrong with an answer's calls; empty: nothing, or there are none."""
-    if "<tool_call>" in answer.text:
+    choice = answer.choices[0]
+    if "<tool_call>" in choice.text:
         return "not read: a call began, and is text"
-    for call in answer.tool_calls:
+    for call in choice.tool_calls:
         if call.name != tool_of(number, is_strict=is_strict)["name"]:
             return f"another tool: {call.name}"
         try:
@@ -99,15 +100,16 @@ def main() -> None:
             else:
                 fault = fault_in(answer, number, is_strict=is_strict)
                 lengths.append(len(answer.token_ids))
-                if answer.tool_calls or fault:
-                    found["calls"] += max(1, len(answer.tool_calls))
+                calls = answer.choices[0].tool_calls
+                if calls or fault:
+                    found["calls"] += max(1, len(calls))
                     found["closed at the limit" if answer.finish_reason == "LENGTH" else "ended by itself"] += 1
                 else:
                     found["without a call"] += 1
             if fault:
                 found[fault.partition(":")[0]] += 1
             if fault or chosen.show:
-                shown = "" if isinstance(answer, Exception) else f"{answer.text!r} {answer.tool_calls!r}"
+                shown = "" if isinstance(answer, Exception) else f"{answer.text!r} {answer.choices[0].tool_calls!r}"
                 print(number, fault or "right", shown[:1500], flush=True)
             found["right"] += not fault
     spent = time.process_time()

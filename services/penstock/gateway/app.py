@@ -163,6 +163,8 @@ _ERRORS: dict[str, ErrorShape] = {
     "/v1/messages": ANTHROPIC_ERRORS,
     "/v1/messages/count_tokens": ANTHROPIC_ERRORS,
     "/v1/responses": RESPONSE_ERRORS,
+    # It may be a stream, too.
+    "/v1/responses/{name}": RESPONSE_ERRORS,
     "/v1/responses/input_tokens": RESPONSE_ERRORS,
 }
 _log = get_logger("penstock.gateway")

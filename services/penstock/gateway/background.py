@@ -1,7 +1,7 @@
 """Responses that are made while nobody waits for them: kept from the start, asked for again, cancelled.
 
 A response in progress is in the store, as everybody may read it, and a task of this process makes it. Nobody makes it
-any more where neither this process nor a lease says so: whoever reads it then ends it as failed.
+any more where neither this process nor a sign of life says so: whoever reads it then ends it as failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.gateway.response_store import StoredResponse, StoreFailed
 
 # A caller polls a response that is "queued" or "in_progress".
 _UNDER_WAY = ("queued", "in_progress")
-# Renewals of a lease in its life: one may be late.
+# Renewals of a sign of life while it lasts: one may be late.
 _RENEWALS = 3
 _STOPPED = "the gateway that made the response stopped before it was done"
 _LOST = "the gateway that made the response ended before it was done"
@@ -121,7 +121,7 @@ class Background:
             # Found from here on: a reader of the store would take it for lost.
             self._runs[key] = run
             holding.callback(self._runs.pop, key)
-            await self._kept.leases.renew(*key)
+            await self._kept.signs.renew(*key)
             await self._kept.responses.put(run.caller, run.stored, run.previous)
             run.log = self._logs.open() if is_streamed else None
             run.work = asyncio.ensure_future(known_errors(make(run)))
@@ -173,17 +173,17 @@ class Background:
             await run.first_write
         try:
             await self._kept.responses.replace(run.caller, run.stored, run.previous)
-            await self._kept.leases.drop(run.caller, run.response_id)
+            await self._kept.signs.drop(run.caller, run.response_id)
         except StoreFailed as error:
-            # Without a lease, and without its end, it is taken for failed.
+            # Without a sign of life, and without its end, it is taken for failed.
             _log.error("the end of a response was not kept", error=str(error))
 
     async def _renew(self, run: BackgroundRun) -> None:
-        """Renew the lease of a response until it ends, or another gateway asks for its end."""
+        """Renew the sign of life of a response until it ends, or another gateway asks for its end."""
         while True:
-            await asyncio.sleep(self._config.background_lease_seconds / _RENEWALS)
+            await asyncio.sleep(self._config.background_sign_seconds / _RENEWALS)
             with contextlib.suppress(StoreFailed):
-                if await self._kept.leases.renew(run.caller, run.response_id):
+                if await self._kept.signs.renew(run.caller, run.response_id):
                     run.end("cancelled")
                     return
 
@@ -204,9 +204,9 @@ class Background:
         key = (caller, stored.response_id)
         if (run := self._runs.get(key)) is not None:
             return run.response
-        if await self._kept.leases.is_held(*key):
+        if await self._kept.signs.is_held(*key):
             return response
-        # Its end is written before its lease is dropped.
+        # Its end is written before its sign of life is dropped.
         again = await self._kept.responses.get(*key)
         if again is None or not is_under_way(again.response):
             return response if again is None else again.response
@@ -226,8 +226,8 @@ class Background:
             await run.is_over.wait()
             return run.response
         response = await self.current(caller, stored)
-        if is_under_way(response) and await self._kept.leases.ask_end(*key):
-            seconds = self._config.background_lease_seconds
+        if is_under_way(response) and await self._kept.signs.ask_end(*key):
+            seconds = self._config.background_sign_seconds
             end = time.monotonic() + seconds
             while is_under_way(response) and time.monotonic() < end:
                 await asyncio.sleep(seconds / _RENEWALS / 4)
@@ -239,7 +239,7 @@ class Background:
         if (run := self._runs.get((caller, response_id))) is not None:
             run.end("cancelled")
         else:
-            await self._kept.leases.ask_end(caller, response_id)
+            await self._kept.signs.ask_end(caller, response_id)
 
     def events(self, caller: str, response_id: str, after: int) -> AsyncIterator[bytes]:
         """Return a response's events behind the number `after`. Raises FailedPrecondition."""

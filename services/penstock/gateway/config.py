@@ -227,7 +227,7 @@ class GatewayConfig(ProcessConfig, ChannelConfig, JobOptions):
     background_event_seconds: float = option(
         600.0, "Time for which these events are kept after a response's end.", group=RESPONSES, minimum=0.0
     )
-    background_lease_seconds: float = option(
+    background_sign_seconds: float = option(
         6.0,
         "A response in the background has failed when its gateway gives no sign of life for this long. For a shared "
         "store; a cancel at another gateway takes up to a third of it.",

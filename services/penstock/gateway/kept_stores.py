@@ -7,10 +7,10 @@ from typing import Any
 
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.conversation_store import ConversationBounds, ConversationStore
+from penstock.gateway.life_signs import LifeSigns, NoLifeSigns, RedisLifeSigns
 from penstock.gateway.redis_conversations import RedisConversations
 from penstock.gateway.redis_place import is_shared
 from penstock.gateway.redis_responses import RedisResponses
-from penstock.gateway.response_leases import NoLeases, RedisLeases, ResponseLeases
 from penstock.gateway.response_store import ResponseStore
 from penstock.gateway.sqlite_conversations import SqliteConversations
 from penstock.gateway.sqlite_responses import SqliteResponses
@@ -22,7 +22,7 @@ class KeptStores:
 
     responses: ResponseStore
     conversations: ConversationStore
-    leases: ResponseLeases
+    signs: LifeSigns
 
     async def open(self) -> None:
         """Connect. Raises StartupError if no later try can succeed."""
@@ -48,12 +48,12 @@ def open_stores(config: GatewayConfig) -> KeptStores | None:
     )
     if not is_shared(config.response_store):
         rows = SqliteResponses(config.response_store, **bounds)
-        return KeptStores(rows, SqliteConversations(rows.place, of_conversations), NoLeases())
+        return KeptStores(rows, SqliteConversations(rows.place, of_conversations), NoLifeSigns())
     keys = RedisResponses(
         config.response_store,
         **bounds,
         timeout_seconds=config.response_store_seconds,
         connections=config.response_store_connections,
     )
-    leases = RedisLeases(keys.place, config.background_lease_seconds)
-    return KeptStores(keys, RedisConversations(keys.place, of_conversations), leases)
+    signs = RedisLifeSigns(keys.place, config.background_sign_seconds)
+    return KeptStores(keys, RedisConversations(keys.place, of_conversations), signs)

@@ -80,7 +80,8 @@ SCHEMAS: Mapping[str, Schema] = {
         usage=_object(input_tokens=NUMBER, output_tokens=NUMBER),
     ),
     "InputTokens": _object(input_tokens=NUMBER),
-    "Response": _object(
+    # Not Response: programs that make clients have a class of this name.
+    "ModelResponse": _object(
         "response",
         id=TEXT,
         created_at=NUMBER,
@@ -118,10 +119,10 @@ ANSWERS: Mapping[tuple[str, str], str] = {
     ("post", "/v1/completions"): "TextCompletion",
     ("post", "/v1/messages"): "Message",
     ("post", "/v1/messages/count_tokens"): "InputTokens",
-    ("post", "/v1/responses"): "Response",
+    ("post", "/v1/responses"): "ModelResponse",
     ("post", "/v1/responses/input_tokens"): "InputTokens",
-    ("post", "/v1/responses/{name}/cancel"): "Response",
-    ("get", "/v1/responses/{name}"): "Response",
+    ("post", "/v1/responses/{name}/cancel"): "ModelResponse",
+    ("get", "/v1/responses/{name}"): "ModelResponse",
     ("get", "/v1/responses/{name}/input_items"): "ItemList",
     ("delete", "/v1/responses/{name}"): "Deleted",
     ("post", "/v1/conversations"): "Conversation",

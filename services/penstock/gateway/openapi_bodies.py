@@ -128,7 +128,8 @@ BODIES: Mapping[str, RequestBody] = {
         has_options=True,
     ),
     "/v1/messages": RequestBody(
-        {**_ANTHROPIC, "stream": FLAG, "max_tokens": NUMBER, "stop_sequences": _list(TEXT)},
+        # max_tokens is one of the options.
+        {**_ANTHROPIC, "stream": FLAG, "stop_sequences": _list(TEXT)},
         ("messages", "max_tokens"),
         has_options=True,
     ),

@@ -191,7 +191,7 @@ async def test_a_response_that_nobody_makes_any_more_has_failed(tmp_path: Path) 
 
 @needs_shared_store
 async def test_any_gateway_of_a_shared_store_polls_and_cancels(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"background_lease_seconds": 0.6}
+    settings: dict[str, Any] = {"background_sign_seconds": 0.6}
     with shared_store(tmp_path) as server:
         async with (
             backend(allowance=2, script=count_up(TOKENS)) as one,
@@ -209,7 +209,7 @@ async def test_any_gateway_of_a_shared_store_polls_and_cancels(tmp_path: Path) -
                 assert (await there.responses.retrieve(second.id)).status in ("queued", "in_progress")
                 background = left.app._background
                 assert background is not None
-                # It is gone without a word, as by kill -9: its lease runs out.
+                # It is gone without a word, as by kill -9: its sign of life runs out.
                 for run in background._runs.values():
                     run.caller = "nobody"
             lost = await polled(there, second, "failed")

@@ -18,7 +18,7 @@ DOCUMENT = openapi_document(ROUTES)
 _READ = re.compile(r"fields\.(?:raw|get|maybe)\(\s*\"(\w+)\"")
 # Fields that routes take for all of them, or have no effect.
 _OF_OPTIONS = {"response_format", "structured_outputs", "guided_json_object", "guided_whitespace_pattern"}
-_OF_OPTIONS |= {"use_beam_search", "best_of", "n"}
+_OF_OPTIONS |= {"use_beam_search", "best_of", "n", "max_tokens"}
 # Fields that are read to be refused.
 _REFUSED = {"mcp_servers", "context_management", "prompt"}
 FILES = ("chat", "chat_tools", "completions", "messages", "text_routes", "responses", "conversations", "batch_routes")

@@ -105,12 +105,17 @@ function showAll() {
 /** Shows the turns anew, and leaves the settings to the reader, who may be typing there. */
 function showTurns() {
   turns.show(session.conversation);
-  const { conversation } = session;
-  const canShorten = !session.isRunning && laterStart(conversation, conversation.leaf) !== null;
-  composer.context(contextFill(conversation, currentModel()?.max_model_len), canShorten);
+  showContext();
   composer.running(session.isRunning);
   document.title = `${titleOf(session.conversation)} – Penstock`;
   showList();
+}
+
+/** Shows how full the chosen model's context is. */
+function showContext() {
+  const { conversation } = session;
+  const canShorten = !session.isRunning && laterStart(conversation, conversation.leaf) !== null;
+  composer.context(contextFill(conversation, currentModel()?.max_model_len), canShorten);
 }
 
 function showList() {
@@ -121,7 +126,6 @@ function showRunning(ended) {
   composer.running(session.isRunning);
   if (!ended) return say("Answering");
   const [first] = ended;
-  showTurns();
   if (first.problem) say(`The answer failed: ${first.problem.message}`);
   else say(first.stopped ? "Stopped" : `Answered in ${duration(first.elapsed)}`);
 }
@@ -207,7 +211,9 @@ function nameTheme() {
 nameTheme();
 $("model").addEventListener("change", (event) => {
   session.conversation.settings.model = event.target.value;
-  showTurns();
+  showContext();
+  // The card of the start; turns stay as they are, somebody may be editing one.
+  if (session.conversation.leaf === null) turns.show(session.conversation);
   settingsChanged();
 });
 for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => session.keepRunning());

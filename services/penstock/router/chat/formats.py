@@ -180,7 +180,7 @@ TOOLS = (
     ),
     ToolFormat(
         "glm4",
-        "GLM-4.5, 4.6, 4.7",
+        "GLM-4.5, 4.6, 4.7, 5",
         opens=("<tool_call>",),
         program=programs.glm,
         marks=(("<arg_key>", "<arg_value>"),),

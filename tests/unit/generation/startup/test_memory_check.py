@@ -35,7 +35,7 @@ def test_the_least_of_a_pool_counts_layers_heads_and_their_ranks(tmp_path: Path)
         check_least_kv(model, memory, block_size=16, item_bytes=item_bytes, parts=parts, context=100)
 
     check(block)
-    with pytest.raises(DoesNotFit, match=r"one takes 4 KiB .* 100 tokens. 28 KiB"):
+    with pytest.raises(DoesNotFit, match=r"one takes 4 KiB .* \(100 tokens\) 28 KiB"):
         check(block - 1)
     check(block // 2, item_bytes=1)
     check(block // 2, parts=2)

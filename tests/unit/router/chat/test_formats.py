@@ -297,6 +297,13 @@ EXAMPLES = [
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
         [PARIS],
     ),
+    # GLM-4.7 and 5: no line breaks, and calls without parameters.
+    Example(
+        "glm4",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
+        "<tool_call>get_time</tool_call>",
+        [OSLO, ("get_time", {})],
+    ),
     Example("gemma4", '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|>', [OSLO]),
     Example(
         "gemma4",

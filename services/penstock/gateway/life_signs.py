@@ -10,7 +10,7 @@ from penstock.gateway.redis_place import RedisPlace
 _RUNS, _ENDS = b"runs", b"ends"
 
 
-class ResponseLeases(Protocol):
+class LifeSigns(Protocol):
     """Signs of life by caller and response; each lives a number of seconds. All raise StoreFailed."""
 
     async def renew(self, caller: str, response_id: str) -> bool:
@@ -26,34 +26,34 @@ class ResponseLeases(Protocol):
         """Ask the gateway that makes a response for its end; False: none does."""
 
 
-class NoLeases:
-    """ResponseLeases where there is no other gateway."""
+class NoLifeSigns:
+    """LifeSigns where there is no other gateway."""
 
     async def renew(self, caller: str, response_id: str) -> bool:
-        """See ResponseLeases."""
+        """See LifeSigns."""
         return False
 
     async def drop(self, caller: str, response_id: str) -> None:
-        """See ResponseLeases."""
+        """See LifeSigns."""
 
     async def is_held(self, caller: str, response_id: str) -> bool:
-        """See ResponseLeases."""
+        """See LifeSigns."""
         return False
 
     async def ask_end(self, caller: str, response_id: str) -> bool:
-        """See ResponseLeases."""
+        """See LifeSigns."""
         return False
 
 
-class RedisLeases:
-    """ResponseLeases as keys of a Redis server, which forgets them by itself."""
+class RedisLifeSigns:
+    """LifeSigns as keys of a Redis server, which forgets them by itself."""
 
     def __init__(self, place: RedisPlace, seconds: float) -> None:
-        """`seconds`: life of a lease that nobody renews."""
+        """`seconds`: time that a sign lasts which nobody renews."""
         self._place, self._milliseconds = place, max(1, int(seconds * 1000))
 
     async def renew(self, caller: str, response_id: str) -> bool:
-        """See ResponseLeases."""
+        """See LifeSigns."""
         key = _key(caller, response_id)
         pipe = self._place.redis.pipeline(transaction=False)
         pipe.set(key, _RUNS, px=self._milliseconds, nx=True)
@@ -62,18 +62,18 @@ class RedisLeases:
         return bool((await self._place.call(pipe.execute()))[2] == _ENDS)
 
     async def drop(self, caller: str, response_id: str) -> None:
-        """See ResponseLeases."""
+        """See LifeSigns."""
         await self._place.call(self._place.redis.delete(_key(caller, response_id)))
 
     async def is_held(self, caller: str, response_id: str) -> bool:
-        """See ResponseLeases."""
+        """See LifeSigns."""
         return bool(await self._place.call(self._place.redis.exists(_key(caller, response_id))))
 
     async def ask_end(self, caller: str, response_id: str) -> bool:
-        """See ResponseLeases."""
+        """See LifeSigns."""
         key = _key(caller, response_id)
         return bool(await self._place.call(self._place.redis.set(key, _ENDS, px=self._milliseconds, xx=True)))
 
 
 def _key(caller: str, response_id: str) -> str:
-    return f"{{penstock:responses}}:lease:{caller}:{response_id}"
+    return f"{{penstock:responses}}:sign:{caller}:{response_id}"
