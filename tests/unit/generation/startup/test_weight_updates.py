@@ -22,7 +22,7 @@ class Held:
         self.may_end, self.has_begun = asyncio.Event(), asyncio.Event()
         self.updates = WeightUpdates(GenerationServiceConfig(model="m"), self.apply)
 
-    async def apply(self, tensors: NewTensors) -> AppliedUpdate:
+    async def apply(self, tensors: NewTensors, of_draft: bool) -> AppliedUpdate:
         self.has_begun.set()
         await self.may_end.wait()
         return DONE
