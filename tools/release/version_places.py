@@ -73,6 +73,7 @@ REPEATED = (
         for role in ("tokenizer", "generation", "router", "gateway")
     ),
     VersionPlace("docs/guide/deployment.md", "penstock-router:@"),
+    VersionPlace("docs/reference/openapi.json", '"version": "@"'),
 )
 PLACES = (HOME, *REPEATED)
 

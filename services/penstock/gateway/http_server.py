@@ -416,7 +416,12 @@ class HttpConnection(HttpToolsProtocol):
             self._own.close()
             return
         if self._own.can_write_eof():
-            self._own.write_eof()
+            try:
+                self._own.write_eof()
+            except OSError:
+                # The other end has cut it off, and asyncio has not read that yet.
+                self._own.abort()
+                return
         self.flow.resume_reading()
         self._own.resume_reading()
         self.loop.call_later(_LINGER_SECONDS, self._own.abort)

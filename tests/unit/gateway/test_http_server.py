@@ -1,7 +1,8 @@
-"""Pieces of an answer, written without ASGI."""
+"""A connection: pieces of an answer, written without ASGI, and its end."""
 
 from __future__ import annotations
 
+import errno
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,3 +20,20 @@ def test_a_piece_is_a_chunk_and_an_empty_one_does_not_end_the_answer() -> None:
     assert written == [b"c\r\ntwelve bytes\r\n"]
     protocol.flow.write_paused = True
     assert not protocol.write_piece(b"more")
+
+
+def test_a_connection_that_its_other_end_cut_off_is_closed_without_an_error() -> None:
+    """The caller's reset comes before asyncio reads it: shutdown(2) says ENOTCONN then."""
+    ended: list[str] = []
+
+    def write_eof() -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    protocol: Any = object.__new__(HttpConnection)
+    protocol.is_closing, protocol._is_within = False, True
+    protocol._own = SimpleNamespace(
+        can_write_eof=lambda: True, write_eof=write_eof, abort=lambda: ended.append("abort")
+    )
+    protocol.close()
+    assert ended == ["abort"]
+    assert protocol.is_closing
