@@ -87,9 +87,9 @@ class KeyAccount:
             try:
                 left = await self._ledger.reserve(asked)
                 if left is not None:
-                    # None waits until midnight: where fewer tokens would do, the caller may ask for fewer at once.
-                    wait = DAY_SECONDS - now % DAY_SECONDS
                     limit = quotas.tokens_per_day or 0
+                    # Nobody waits until midnight where fewer tokens would do. More than a whole day's never fit.
+                    wait = DAY_SECONDS - now % DAY_SECONDS if tokens <= limit else None
                     raise over_quota("tokens_per_day", limit, left, retry_after_seconds=wait, needed=tokens)
             except BaseException:
                 self._rates.give_tokens(quotas, tokens)

@@ -86,10 +86,13 @@ def over_quota(
     quota: str, limit: int, left: int, *, retry_after_seconds: float | None, needed: int | None = None
 ) -> ResourceExhausted:
     """Make the refusal of a request that a quota does not allow. `needed`: tokens that it may use."""
+    # Below 0 where the quota was made smaller meanwhile.
+    left = max(0, left)
     text = f"{quota} of this key is {limit}"
     if needed is None:
         text += ", and it is used up"
     else:
-        text += f", {left} are left, and this request may use {needed}: ask for fewer new tokens, or wait"
-    metadata = {"quota": quota, "limit": str(limit), "remaining": str(max(0, left))}
+        advice = "" if retry_after_seconds is None else ", or wait"
+        text += f", {left} are left, and this request may use {needed}: ask for fewer new tokens{advice}"
+    metadata = {"quota": quota, "limit": str(limit), "remaining": str(left)}
     return ResourceExhausted(text, reason="QUOTA_EXCEEDED", metadata=metadata, retry_after_seconds=retry_after_seconds)
