@@ -14,7 +14,15 @@ import grpc
 import pytest
 from factories.servers.emitting_backend import EmittingBackend, count_up
 from factories.servers.key_files import bearer, secret_of, write_keys
-from factories.servers.router import PATIENCE_SECONDS, Router, backend, collect, generate, running_router
+from factories.servers.router import (
+    PATIENCE_SECONDS,
+    Router,
+    backend,
+    collect,
+    generate,
+    running_router,
+    tokenizer_address,
+)
 from penstock.common.errors import (
     InvalidArgument,
     NotFound,
@@ -137,6 +145,28 @@ async def test_a_key_sees_and_uses_only_its_models(tmp_path: Path) -> None:
         assert "penstock-demo" not in error.message, "it must not learn what there is"
         await collect(router.stub.Generate(asked(model=OTHER), metadata=bearer("a")))
         await collect(router.stub.Generate(asked(model="penstock-demo"), metadata=bearer("all")))
+
+
+async def test_an_alias_is_allowed_where_all_its_models_are(tmp_path: Path) -> None:
+    keys = {"one": {"models": ["one"]}, "both": {"models": ["one", "two"]}}
+    async with backend(model="one") as one, backend(model="two") as two:
+        path = tmp_path / "models.toml"
+        path.write_text(
+            "\n".join(
+                f'[[models]]\nname = "{name}"\ntokenizer = ["{tokenizer_address()}"]\nbackends = ["{each.address}"]\n'
+                'aliases = ["either"]'
+                for name, each in (("one", one), ("two", two))
+            )
+        )
+        async with keyed_router(tmp_path, keys=keys, models=str(path), backend=()) as router:
+            for each in (one, two):
+                await router.until("backend_up", 1.0, backend=each.address)
+            # Whichever of them it is the turn of.
+            for _ in range(2):
+                error = await refusal(router.stub.Generate(asked(model="either"), metadata=bearer("one")))
+                assert error.reason == "MODEL_NOT_ALLOWED"
+                await collect(router.stub.Generate(asked(model="either"), metadata=bearer("both")))
+            await collect(router.stub.Generate(asked(model="one"), metadata=bearer("one")))
 
 
 async def test_requests_a_minute_are_refused_with_the_quota_and_a_time(tmp_path: Path) -> None:

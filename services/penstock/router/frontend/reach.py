@@ -68,6 +68,9 @@ def choose_for(
     key = None if table.keys is None else table.keys.find(context.invocation_metadata())
     if key is None or (key.models is None and key.adapters is None):
         return table.choose(request, adapter, session)
+    for route in table.sharers.get(request.model, ()):
+        # Its turn decides which of them answers, so all must be allowed.
+        require_model(key, route.name)
     try:
         route = table.choose(request, adapter, session)
         # A model that is not loaded knows no names yet.
