@@ -23,6 +23,7 @@ from typing import Any, cast
 import grpc
 from penstock_client import AsyncClient, Delta
 
+from penstock.common.credentials import bearer_token
 from penstock.common.errors import PenstockError, from_rpc_error
 from penstock.common.idle_only import IDLE_ONLY_KEY, is_idle_only
 from penstock.common.logging import bind_trace, get_logger
@@ -194,6 +195,9 @@ def call_metadata() -> tuple[tuple[str, str], ...]:
 
 def owner_of(authorization: bytes | None) -> str:
     """Return the scope of what a caller keeps: its token's digest, or one scope for all callers without a token."""
+    if token := bearer_token(authorization):
+        # However the header spells it: one token has one share of what is kept.
+        authorization = b"Bearer " + token
     return hashlib.sha256(authorization).hexdigest() if authorization else ""
 
 
