@@ -70,9 +70,9 @@ class Callers:
         self._question_seconds = config.connect_timeout_seconds
         # Token -> caller, and the time until which it needs no check; the last used at the end.
         self._known: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
-        # Refused tokens: the message, and the time until which it holds. Not the error: its traceback would grow with
-        # every request that it ends.
-        self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        # Refused tokens: message and reason, and the time until which they hold. Not the error: its traceback would
+        # grow with every request that it ends.
+        self._refused: OrderedDict[str, tuple[tuple[str, str], float]] = OrderedDict()
         self._questions: dict[str, asyncio.Task[Caller]] = {}
         self._turns = asyncio.Semaphore(_QUESTIONS)
 
@@ -113,7 +113,8 @@ class Callers:
     async def _answer(self, token: str) -> Caller:
         """Return the result of a token's check, which runs once for all that wait for it."""
         if (refused := self._refused.get(token)) is not None and refused[1] > time.monotonic():
-            raise Unauthenticated(refused[0], reason="UNAUTHENTICATED")
+            message, reason = refused[0]
+            raise Unauthenticated(message, reason=reason)
         question = self._questions.get(token)
         if question is None:
             if len(self._questions) >= _MOST_QUESTIONS:
@@ -172,7 +173,8 @@ class Callers:
                 return stale[0]
             if error.code not in _LET_IN:
                 if isinstance(error, Unauthenticated):
-                    _keep(self._refused, token, (error.message, time.monotonic() + _REFUSED_SECONDS), _MOST_REFUSED)
+                    told = (error.message, error.reason), time.monotonic() + _REFUSED_SECONDS
+                    _keep(self._refused, token, told, _MOST_REFUSED)
                     self._known.pop(token, None)
                 raise error from None
         self._refused.pop(token, None)

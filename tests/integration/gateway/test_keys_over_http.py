@@ -21,6 +21,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "slow": {"requests_per_minute": 1},
     "little": {"tokens_per_day": 10},
     "batches": {"scopes": ["jobs"]},
+    "gone": {"revoked": True},
 }
 
 
@@ -50,6 +51,12 @@ async def test_rights_and_quotas_of_keys(tmp_path: Path) -> None:
         with pytest.raises(openai.AuthenticationError) as unknown:
             await complete(client_of(gateway, "sk-of-nobody-at-all"))
         assert unknown.value.code == "invalid_api_key"
+
+        # The second is refused without a question to the router.
+        for _ in range(2):
+            with pytest.raises(openai.AuthenticationError, match="revoked") as revoked:
+                await complete(client_of(gateway, secret_of("gone")))
+            assert revoked.value.response.json()["error"]["reason"] == "KEY_REVOKED"
 
         reads, writes = (client_of(gateway, secret_of(label)) for label in ("reads", "writes"))
         with pytest.raises(openai.PermissionDeniedError, match="generate") as denied:
