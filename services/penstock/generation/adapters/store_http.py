@@ -18,6 +18,8 @@ from penstock.generation.adapters.adapter_source import CONFIG_FILE, WEIGHTS_FIL
 # Seconds without a byte after which a connection is given up, and the bytes that are read at once.
 _SILENT_SECONDS, _PIECE_BYTES = 30.0, 1 << 20
 _RETRY_SECONDS = 5.0
+# Of a file's length.
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class StoreHttp:
     def text(self, url: str, headers: Mapping[str, str], most_bytes: int) -> bytes:
         """Return a short answer. Raises InvalidArgument, FailedPrecondition and Unavailable as `copy`."""
         with self._answer("GET", url, headers) as answer:
-            data = self._read(answer, most_bytes + 1)
+            data = self._read(answer.read, most_bytes + 1)
         if len(data) > most_bytes:
             raise self._broken()
         return data
@@ -67,13 +69,14 @@ class StoreHttp:
                 while left:
                     if self._clock() > until:
                         raise self._down("did not send the files in time (--adapter-fetch-seconds)")
-                    piece = self._read(answer, min(left, _PIECE_BYTES))
+                    # What is there, not all of it: else a store that sends a byte now and then would have no limit.
+                    piece = self._read(answer.read1, min(left, _PIECE_BYTES))
                     left -= len(piece)
                     file.write(piece)
 
-    def _read(self, answer: Any, count: int) -> bytes:
+    def _read(self, read: Callable[[int], bytes], count: int) -> bytes:
         try:
-            piece: bytes = answer.read(count)
+            piece = read(count)
         except (OSError, http.client.HTTPException) as error:
             raise self._down("broke off a file") from error
         if not piece:
@@ -110,7 +113,8 @@ class StoreHttp:
     def _told(self, answer: Any) -> StoredFile:
         length = answer.headers.get("content-length") or ""
         # A store sends files as they are.
-        if not length.isascii() or not length.isdigit() or answer.headers.get("content-encoding"):
+        is_number = length.isascii() and length.isdigit() and len(length) <= _MOST_DIGITS
+        if not is_number or answer.headers.get("content-encoding"):
             raise self._broken()
         return StoredFile(int(length), answer.headers.get("etag") or "")
 
