@@ -60,6 +60,17 @@ def test_a_key_is_revoked_and_all_else_stays(label: str, tmp_path: Path) -> None
     assert path.read_text() == text
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_stays_its_owners_where_root_changes_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    os.chmod(path, 0o600)
+    os.chown(path, 1234, 5678)
+    add_key(str(path), {"label": "new"}, new_secret())
+    status = path.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (1234, 5678, 0o600)
+
+
 def test_a_label_that_is_not_there_is_told(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -85,12 +86,16 @@ def _write(path: str, text: str) -> None:
     # The file itself, where the path is a link to it.
     target = target.resolve()
     try:
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
+        before = target.stat() if target.exists() else None
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-            os.chmod(name, mode)
+            if before is not None:
+                # The router reads it as another user than root, who may write it. Only root may give files away.
+                with contextlib.suppress(PermissionError):
+                    os.chown(name, before.st_uid, before.st_gid)
+            os.chmod(name, 0o600 if before is None else before.st_mode & 0o777)
             os.replace(name, target)
         except BaseException:
             os.unlink(name)
