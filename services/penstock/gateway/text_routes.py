@@ -19,6 +19,7 @@ from penstock.gateway.anthropic_models import anthropic_model, anthropic_models
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.file_routes import query_of
+from penstock.gateway.http_errors import known_errors
 from penstock.gateway.request_fields import Fields, checked, checked_call, ids_of, tools_of, typed
 from penstock.generation.options.request_limits import DEFAULT_LIMITS
 from penstock.generation.options.table import SECTIONS
@@ -241,7 +242,12 @@ async def tokenize(call: HttpCall) -> Answer:
 async def tokenizer_info(call: HttpCall) -> Answer:
     """Answer `/tokenizer_info` in vLLM's form: special tokens as texts, and chat templates. Raises NotFound."""
     model = query_of(call).get("model", "")
-    facts = await call.client.get_tokenizer(model)
+    try:
+        facts = await known_errors(call.client.get_tokenizer(model))
+    except NotFound as error:
+        # The router's call has it as `name`.
+        message = f"model: {error.message.removeprefix('name: ')}"
+        raise NotFound(message, reason=error.reason, field="model") from None
     ids = {
         "bos_token": facts.bos_token_id if facts.HasField("bos_token_id") else None,
         "eos_token": facts.eos_token_ids[0] if facts.eos_token_ids else None,

@@ -45,7 +45,9 @@ def test_answers_are_as_the_document_says(served: Served) -> None:
     told = served.json("/tokenizer_info?model=penstock-demo")
     assert told["eos_token"] == served.json("/detokenize", {"tokens": [told["eos_token_id"]]})["prompt"] != ""
     assert "{%" in told["chat_template"]
-    assert served.ask("/tokenizer_info?model=none")[0] == 404
+    status, _, text = served.ask("/tokenizer_info?model=none")
+    error = json.loads(text)["error"]
+    assert (status, error["param"], error["message"].partition(":")[0]) == (404, "model", "model")
     kept = served.json("/v1/conversations", {"items": [{"role": "user", "content": "Hello"}]})["id"]
     check("/v1/conversations/{name}/items", "get", "200", served.json(f"/v1/conversations/{kept}/items"))
     status, _, text = served.ask("/v1/chat/completions", {"messages": 3})
