@@ -91,17 +91,23 @@ class Background:
         self._kept, self._config, self._places, self._metrics = kept, config, places, metrics
         self._logs = EventLogs(config.background_event_bytes, config.background_event_seconds)
         self._runs: dict[tuple[str, str], BackgroundRun] = {}
+        self._most_of_caller = max(1, int(config.tenant_share * config.max_background))
         # Logs of ended responses, by caller and id.
         self._ended: dict[tuple[str, str], EventLog] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         metrics.background.set_function(lambda: len(self._runs))
 
-    def check(self) -> None:
-        """Raise HttpError 429 where no further response may begin."""
+    def check(self, caller: str) -> None:
+        """Raise HttpError 429 where no further response of a caller may begin."""
+        flag = ""
         if len(self._runs) >= self._config.max_background:
+            flag = "--max-background"
+        elif caller and sum(owner == caller for owner, _ in self._runs) >= self._most_of_caller:
+            flag = "--tenant-share of --max-background"
+        if flag:
             raise HttpError(
                 429,
-                "the limit on responses in the background is reached (--max-background)",
+                f"the limit on responses in the background is reached ({flag})",
                 reason="MAX_REQUESTS",
                 retry_after_seconds=1.0,
             )
@@ -113,7 +119,7 @@ class Background:
 
         `is_streamed`: keep its events, too.
         """
-        self.check()
+        self.check(run.caller)
         key = (run.caller, run.response_id)
         with ExitStack() as holding:
             holding.enter_context(self._places.admitted())

@@ -30,7 +30,7 @@ def background_of(call: HttpCall) -> Background:
 async def begin_background(plan: ResponsePlan, call: HttpCall, *, is_stream: bool) -> Answer:
     """Begin to make a response; answer with it, or with its events. Raises PenstockError."""
     background = background_of(call)
-    background.check()
+    background.check(call.owner)
     progress = ResponseProgress(plan)
     queued = progress.response("queued")
     run = BackgroundRun(call.owner, StoredResponse(queued, plan.input), plan.previous)

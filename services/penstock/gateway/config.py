@@ -214,7 +214,8 @@ class GatewayConfig(ProcessConfig, ChannelConfig, JobOptions):
     )
     max_background: int = option(
         256,
-        "Responses in progress with background true; each also has one of --max-requests. More are refused with 429.",
+        "Responses in progress with background true; each also has one of --max-requests, and one token at most "
+        "--tenant-share of them. More are refused with 429.",
         group=RESPONSES,
         minimum=1,
     )

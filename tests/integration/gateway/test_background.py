@@ -142,7 +142,8 @@ async def test_a_refused_prompt_ends_as_failed_with_its_reason_in_polls_and_in_t
 
 
 async def test_bounds_are_kept() -> None:
-    async with serving(allowance=0, tokens=1000, max_background=2, background_event_bytes=1 << 16) as (one, _, client):
+    bounds: dict[str, Any] = {"max_background": 2, "tenant_share": 1.0, "background_event_bytes": 1 << 16}
+    async with serving(allowance=0, tokens=1000, **bounds) as (one, _, client):
         made = [await client.responses.create(**ASKED) for _ in range(2)]
         with pytest.raises(openai.RateLimitError, match="--max-background"):
             await client.responses.create(**ASKED)
@@ -155,6 +156,16 @@ async def test_bounds_are_kept() -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**ASKED, store=False)
         assert caught.value.param == "store"
+
+
+async def test_one_token_leaves_places_to_others() -> None:
+    async with serving(allowance=0, max_background=4) as (_, gateway, client):
+        for _number in range(3):
+            await client.responses.create(**ASKED)
+        with pytest.raises(openai.RateLimitError, match="--tenant-share of --max-background"):
+            await client.responses.create(**ASKED)
+        await client.with_options(api_key="another").responses.create(**ASKED)
+        assert gateway.metric("background_responses_in_flight") == 4
 
 
 async def test_a_gateway_that_stops_ends_its_responses_as_failed(tmp_path: Path) -> None:
