@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,21 @@ def test_an_engine_that_does_not_answer_is_told_by_the_flag() -> None:
     ):
         pass
     assert caught.value.flag == "--endpoint"
+
+
+def test_an_interrupt_ends_a_start_that_waits() -> None:
+    seconds = 60.0
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+
+        def interrupt() -> None:
+            engine.accept()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        begin, endpoint = time.monotonic(), f"vllm://127.0.0.1:{engine.getsockname()[1]}"
+        with pytest.raises(KeyboardInterrupt), EngineRouter(None, endpoint, start_seconds=seconds):
+            pass
+    assert time.monotonic() - begin < seconds, "not when the start gives up by itself"
 
 
 def test_a_wrong_endpoint_is_told_by_the_flag() -> None:

@@ -6,6 +6,7 @@ The engine gets token ids, so templates, stop strings and tool calls are those o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -35,7 +36,7 @@ class EngineRouter:
         self._model, self._backends, self._start_seconds = model, backends, start_seconds
         self._ready: Future[str] = Future()
         self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
+        self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._work, name="infer-router", daemon=True)
 
     def __enter__(self) -> str:
@@ -51,13 +52,15 @@ class EngineRouter:
         self._end()
 
     def _end(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._over.set)
+        # It may have ended by itself.
+        with contextlib.suppress(RuntimeError):
+            # While it starts, too: whoever interrupts a start does not wait for its end.
+            self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
 
     def _work(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._serving)
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(_told(error))
@@ -77,7 +80,8 @@ class EngineRouter:
             )
             address = await _running(stack, lambda registry: RouterApp(routes, registry), routes)
             self._ready.set_result(address)
-            await self._over.wait()
+            # Until it is cancelled.
+            await self._loop.create_future()
 
 
 async def _running(
