@@ -15,7 +15,6 @@ GEMMA_QUOTE, GEMMA_END = '<|"|>', "<tool_call|>"
 _NAME = re.compile(r"[\w.\-/]+")
 # Characters that no key without quotes has.
 _NOT_IN_KEY = re.compile(r'[{}\[\],<>"\n]')
-_ESCAPES = re.compile(r"\\*\Z")
 # Lists and objects within one another.
 _MOST_DEPTH = 32
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
@@ -117,14 +116,14 @@ def _list(block: CallBlock, depth: int) -> Steps:
 
 def _json_text(block: CallBlock) -> Steps:
     """Return a text of JSON, behind its first quote."""
-    raw = ""
+    parts = []
     while True:
         part, _ = yield from block.until('"')
-        raw += part
-        found = _ESCAPES.search(raw)
-        if found is None or len(found[0]) % 2 == 0:
+        parts.append(part)
+        # A quote behind an odd number of backslashes does not end it.
+        if (len(part) - len(part.rstrip("\\"))) % 2 == 0:
             break
-        raw += '"'
+    raw = '"'.join(parts)
     text = loads(f'"{raw}"')
     return text if isinstance(text, str) else raw
 
