@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock.common.model_names import those_there_are
 from penstock.router.frontend.forwarding import Context, Forwarding
@@ -9,7 +11,7 @@ from penstock.router.frontend.model_roll import ModelRoll
 from penstock.router.frontend.models_watch import ModelsWatch
 from penstock.router.frontend.route_table import RouteTable
 from penstock.router.keys.key_desk import KeyDesk
-from penstock.router.keys.key_messages import key_facts
+from penstock.router.keys.key_messages import keys_facts
 from penstock.router.keys.ledger_tables import day_of
 from penstock.v1 import router_pb2, router_pb2_grpc
 
@@ -71,7 +73,7 @@ class RouterAdminServicer(router_pb2_grpc.RouterAdminServiceServicer):
             raise InvalidArgument("days", f"must be from 1 to {_MOST_DAYS}")
         today = day_of(keys.now)
         usage = await keys.usage(today - days + 1, today)
-        facts = [key_facts(key, usage, is_revoked=keys.ring.is_revoked(key)) for key in keys.ring.keys]
+        facts = await asyncio.to_thread(keys_facts, keys.ring.keys, usage, keys.ring)
         return router_pb2.ListKeysResponse(keys=facts)
 
     async def RevokeKey(self, request: router_pb2.RevokeKeyRequest, context: Context) -> router_pb2.RevokeKeyResponse:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.router.keys.api_key import ApiKey
+from penstock.router.keys.key_ring import KeyRing
 from penstock.router.keys.ledger_tables import DayUsage
 from penstock.v1 import router_pb2
 
 
-def key_facts(key: ApiKey, usage: Iterable[DayUsage], *, is_revoked: bool) -> router_pb2.KeyFacts:
-    """Make the message of a key, without its secret; of `usage` it takes the key's own days."""
+def keys_facts(keys: Iterable[ApiKey], usage: Iterable[DayUsage], ring: KeyRing) -> list[router_pb2.KeyFacts]:
+    """Make the messages of keys. `usage`: days of all keys. A year of many keys takes long: not for a loop."""
+    days: dict[str, list[DayUsage]] = {}
+    for day in usage:
+        days.setdefault(day.label, []).append(day)
+    return [_key_facts(key, days.get(key.label, ()), is_revoked=ring.is_revoked(key)) for key in keys]
+
+
+def _key_facts(key: ApiKey, usage: Iterable[DayUsage], *, is_revoked: bool) -> router_pb2.KeyFacts:
+    """Make the message of a key, without its secret. `usage`: the key's own days."""
     quotas = key.quotas
     return router_pb2.KeyFacts(
         label=key.label,
@@ -37,6 +46,5 @@ def key_facts(key: ApiKey, usage: Iterable[DayUsage], *, is_revoked: bool) -> ro
                 lost_tokens=day.lost_tokens,
             )
             for day in usage
-            if day.label == key.label
         ],
     )
