@@ -17,6 +17,8 @@ _LOOKAHEAD = re.compile(r"\(\?[=!]")
 _ATOM = re.compile(r"\\[dDsSwW]|\\[^A-Za-z0-9]|\[(?:\^)?\]?(?:\\.|[^\]\\\[])*\]|[^\\\[\](){}*+?|^$.]")
 _ANYTHING = re.compile(r"(?:\.|\[\\s\\S\]|\[\\S\\s\]|\(\?s:\.\))\*\??")
 _IN_CLASS = frozenset("^]\\-[&~")
+# Characters of a text that is turned round: each takes a group in a group, and llguidance reads no deeper ones.
+_MOST_TURNED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,9 @@ def _complement(pattern: str) -> str | None:
 
 
 def _atoms(pattern: str) -> tuple[list[str], str]:
-    """Return the characters that a pattern begins with, each as a pattern, and what follows."""
+    """Return the characters that a pattern begins with, each as a pattern and not too many, and what follows."""
     found, at = [], 0
-    while (one := _ATOM.match(pattern, at)) is not None:
+    while len(found) < _MOST_TURNED and (one := _ATOM.match(pattern, at)) is not None:
         found.append(one[0])
         at = one.end()
     return found, pattern[at:]

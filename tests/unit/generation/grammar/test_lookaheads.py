@@ -64,7 +64,25 @@ def test_a_text_of_a_tool_call_outside_json_obeys_look_aheads() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["^a(?=b)b$", "(?=a)b", "^(?=a)b|c", "^(?!.*(?:ab|bc))a", "^(?!a{2})a", "^(?=a", "^(?=a)+b", "^(?<=a)b", "^a"],
+    [
+        f"^(?!{'ab' * 32}a)a",
+        "^a(?=b)b$",
+        "(?=a)b",
+        "^(?=a)b|c",
+        "^(?!.*(?:ab|bc))a",
+        "^(?!a{2})a",
+        "^(?=a",
+        "^(?=a)+b",
+        "^(?<=a)b",
+        "^a",
+    ],
 )
 def test_other_patterns_stay_as_they_are(pattern: str) -> None:
     assert without_lookaheads(pattern) is None
+
+
+def test_the_longest_text_that_is_turned_round_is_one_that_is_compiled() -> None:
+    text = "ab" * 32
+    grammar = compiled(schema({"type": "string", "pattern": f"^(?!{text})[ab]*$"}))
+    assert accepts(grammar, json.dumps(text[:-1]))
+    assert not accepts(grammar, json.dumps(text))
