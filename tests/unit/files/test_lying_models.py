@@ -125,6 +125,27 @@ def generation_defaults(folder: Path) -> None:
     from_options(load_defaults(folder, (1,), 320, 4).defaults.options).SerializeToString()
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3_5_text", ("num_attention_heads",)),
+        ("qwen3_next", ("linear_num_key_heads", "linear_num_value_heads")),
+    ],
+)
+def test_orders_of_rows_are_not_listed_for_rows_that_no_file_has(
+    family: str, fields: tuple[str, ...], families: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(families[family], tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", config | dict.fromkeys(fields, 100_000))
+    tracemalloc.start()
+    with pytest.raises(StartupError, match="has shape"):
+        weights(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
 def test_generation_config_json(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "eos_token_id": [1, [2, 3]],

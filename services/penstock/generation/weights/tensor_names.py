@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from penstock.generation.core.delta_heads import DeltaHeads
 from penstock.generation.core.latent_heads import LatentHeads
 from penstock.generation.core.model_config import ModelConfig, NormKind
-from penstock.generation.weights.part_orders import PartOrders, by_kind, gated_queries, head_rows
+from penstock.generation.weights.part_orders import ByKind, GatedQueries, HeadRows, PartOrders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,7 @@ def _delta_linears(config: ModelConfig, delta: DeltaHeads) -> tuple[LayerLinear,
     hidden, share = config.hidden_size, delta.value_heads // delta.key_heads
 
     def one(name: str, parts: tuple[str, ...], rows: tuple[int, ...], kinds: tuple[int, ...]) -> LayerLinear:
-        order = PartOrders((by_kind(delta.key_heads, kinds),)) if delta.by_key_head else None
+        order = PartOrders((ByKind(delta.key_heads, kinds),)) if delta.by_key_head else None
         parts = (name,) if delta.by_key_head else parts
         rows = (sum(rows),) if delta.by_key_head else rows
         parts = tuple(f"linear_attn.{part}" for part in parts)
@@ -196,9 +196,14 @@ def _qkv(config: ModelConfig) -> LayerLinear:
     order: RowOrder | None = _head_order(config)
     if config.has_gates:
         # Gates come first in the joined rows, so that the others are neighbours.
-        dims = order.dims if isinstance(order, HeadOrder) else tuple(range(config.head_dim))
-        kv_rows = tuple(range(kv))
-        order = PartOrders((gated_queries(config.num_heads, dims), head_rows(config.num_kv_heads, dims), kv_rows))
+        own = range(config.head_dim)
+        dims = order.dims if isinstance(order, HeadOrder) else own
+        queries, keys, values = (
+            GatedQueries(config.num_heads, dims),
+            HeadRows(config.num_kv_heads, dims),
+            HeadRows(config.num_kv_heads, own),
+        )
+        order = PartOrders((queries, keys, values))
         rows = (2 * query, kv, kv)
     return LayerLinear("self_attn.qkv_proj", parts, rows, config.hidden_size, config.qkv_bias, order=order)
 
