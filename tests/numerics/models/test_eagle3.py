@@ -150,6 +150,12 @@ def _without(name: str) -> dict[str, Tensor]:
         ({"hidden_size": 36}, None, "hidden states of 36 numbers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 30]}, None, "taps the hidden states [1, 2, 30]"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, None, "taps the hidden states [1, 2]"),
+        # An id beyond its rows would end the step that drafts after it.
+        (
+            {"vocab_size": 100},
+            _without("t2d") | {"embed_tokens.weight": torch.zeros(100, HIDDEN)},
+            f"embed_tokens.weight has 100 rows (vocab_size), and the served model {VOCAB_SIZE} ids",
+        ),
         ({}, _without("fc.weight"), "lacks tensor fc.weight"),
         ({}, _without("d2t"), "lacks tensor d2t"),
         ({}, eagle3_tensors() | {"d2t": torch.zeros(DRAFT_VOCAB, dtype=torch.int64) + 300}, "d2t must name"),

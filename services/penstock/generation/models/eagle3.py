@@ -250,7 +250,12 @@ def load_eagle3(
         )
     weights = Eagle3Weights(folder, config, device, dtype, quantization, served.vocab_size, progress)
     head = Eagle3Head(config, taps, weights, device)
-    own = config.layer.hidden_size
+    own, rows = config.layer.hidden_size, config.layer.vocab_size
+    if head.has_embedding and rows < served.vocab_size:
+        raise StartupError(
+            f"{folder}: tensor embed_tokens.weight has {rows} rows (vocab_size), and the served model "
+            f"{served.vocab_size} ids"
+        )
     if own != served.hidden_size and not head.has_embedding:
         raise StartupError(f"{folder} lacks tensor embed_tokens.weight: the served model's is not {own} wide")
     return head
