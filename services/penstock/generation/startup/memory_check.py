@@ -69,7 +69,7 @@ def check_least_kv(
     """
     if model.route != "native":
         return
-    layers = model.num_layers if len(set(model.sliding_windows)) < 2 else 1
+    layers = model.num_kv_layers if len(set(model.sliding_windows)) < 2 else 1
     heads = max(1, model.num_kv_heads // parts)
     block = layers * (1 + model.has_values) * block_size * heads * model.head_dim * item_bytes
     if kv_memory < block:

@@ -42,3 +42,12 @@ def test_the_least_of_a_pool_counts_layers_heads_and_their_ranks(tmp_path: Path)
     # Layers with windows share blocks: only the pool itself knows how many.
     model = replace(model, sliding_windows=(None, 8, 8, 8))
     check(block // 4)
+
+
+def test_layers_with_states_have_no_part_of_a_block(tmp_path: Path) -> None:
+    model = read_model_config(tiny_checkpoint(tmp_path, "qwen3_5_text"))
+    assert 0 < model.num_kv_layers < model.num_layers
+    block = model.num_kv_layers * 2 * 16 * model.num_kv_heads * model.head_dim * 2
+    check_least_kv(model, block, block_size=16, item_bytes=2, parts=1, context=100)
+    with pytest.raises(DoesNotFit):
+        check_least_kv(model, block - 1, block_size=16, item_bytes=2, parts=1, context=100)
