@@ -121,9 +121,11 @@ class RunningEngine:
     def start(self) -> None:
         """Start the engine's thread, and what watches it, the weights' files and the other ranks."""
         loaded, loop, stats = self.core.loaded, self._loop, self.core.stats
+        # What is asked for later must not keep the first weights after others took their place.
+        disk = loaded.pools.disk
         self._metrics.read_adapters(loaded.weights.adapters.figures, loaded.weights.adapters.infos)
         self._metrics.read_engine(
-            lambda: EngineFigures(loop.load, stats, loop.step_in_progress, _stored(loaded.pools.disk)),
+            lambda: EngineFigures(loop.load, stats, loop.step_in_progress, _stored(disk)),
             loaded.pools.kv.bytes_per_block,
             partial(_states, loaded.pools.kv.states),
             [group.name for group in loaded.engine.config.block_groups],
@@ -180,9 +182,12 @@ class RunningEngine:
             _log.error("the model was not reloaded", cause=str(error))
             raise FailedPrecondition(f"the model was not reloaded: {message}", reason="RELOAD_FAILED") from error
         runner = self._runner(fresh)
-        await asyncio.wrap_future(
-            core.loop.run_on_engine(lambda engine: engine.reinitialise(runner, fresh.engine.warm_up))
-        )
+
+        def change(engine: Engine) -> None:
+            engine.reinitialise(runner, fresh.engine.warm_up)
+            fresh.engine.follow(fresh.weights.model)
+
+        await asyncio.wrap_future(core.loop.run_on_engine(change))
         await self._renew(fresh)
         _log.info("reloaded", weights_bytes=fresh.weights.model.num_bytes)
 
@@ -204,6 +209,7 @@ class RunningEngine:
         def change(engine: Engine) -> tuple[int, float]:
             paused = time.monotonic()
             runner.change_weights(model)
+            fresh.engine.follow(model)
             return engine.weights_changed(), time.monotonic() - paused
 
         version, pause = await asyncio.wrap_future(core.loop.run_on_engine(change))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from factories.engine.local_generators import local_generator
 from factories.engine.step_gate import StepGate, held_after
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.draft_heads import eagle3_folder
 from penstock import Generator
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock.generation.host.memory import resident_bytes
@@ -205,6 +208,28 @@ def test_a_draft_model_takes_new_weights_by_its_name(
         assert rejected(1) == 0
         with pytest.raises(NotFound, match="model"):
             generator.write_weights(stored(folders[1]), model="others")
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "draft head"])
+def test_nothing_keeps_the_first_weights_in_memory(tmp_path: Path, drafts: bool) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", seed=0, num_hidden_layers=4)
+    settings = {"draft_head": str(eagle3_folder(tmp_path / "head"))} if drafts else {}
+    options = {"assistant_model": "head"} if drafts else {}
+    with local_generator(folder, load_tokenizer=False, **settings) as generator:
+        usage = generator.generate(PROMPT, **GREEDY, **options).usage
+        assert (usage.rejected_draft_tokens > 0) == drafts
+        first = weakref.ref(generator._engine.loaded.weights.model)
+        generator.write_weights(stored(folder))
+        gc.collect()
+        assert first() is None
+
+
+def test_a_draft_head_takes_no_new_weights(tmp_path: Path) -> None:
+    folder, head = tiny_checkpoint(tmp_path / "model", num_hidden_layers=4), eagle3_folder(tmp_path / "head")
+    with local_generator(folder, load_tokenizer=False, draft_head=str(head)) as generator:
+        with pytest.raises(FailedPrecondition, match="--draft-head") as refused:
+            generator.write_weights(stored(folder), model="head")
+        assert refused.value.reason == "WEIGHTS_FIXED"
 
 
 @pytest.mark.slow

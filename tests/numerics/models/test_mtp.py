@@ -124,6 +124,17 @@ def test_its_drafts_change_no_ids(tmp_path: Path) -> None:
     engine.check_integrity()
 
 
+def test_a_shared_head_is_that_of_the_model_that_takes_the_served_ones_place(tmp_path: Path) -> None:
+    for shares in (True, False):
+        carried = Carried(tmp_path / str(shares), "deepseek_v3", shares=shares)
+        _, head = carried.load()
+        other = load_tiny(tiny_checkpoint(tmp_path / "other", "deepseek_v3", seed=5))
+        row = torch.randn(1, head.config.hidden_size)
+        head.share(other)
+        expected = other.head.as_float(row) if shares else row @ carried.head_VI.T
+        torch.testing.assert_close(head.scores(row), expected, atol=5e-3, rtol=1e-3)
+
+
 def test_a_checkpoint_without_such_a_layer_is_refused_by_name(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "dense", "llama")
     with pytest.raises(StartupError, match="num_nextn_predict_layers"):

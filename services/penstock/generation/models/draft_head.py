@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.rope import RotaryEmbedding
+    from penstock.generation.models.decoder import CausalLM
 
 # (ids) -> (ids, hidden): the served model's embedding.
 Embed = Callable[[Tensor], Tensor]
@@ -67,6 +68,11 @@ class DraftHead(ABC):
     def embedded(self, ids_T: Tensor, embed: Embed) -> Tensor:
         """Return the embeddings that the head was trained with: the served model's, by `embed`."""
         return embed(ids_T)
+
+    def share(self, model: CausalLM) -> None:
+        """Take what it shares with the served model from `model`, which has the same shape. The old one is not kept.
+        Nothing is shared by default."""
+        return
 
     def _step(self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool) -> Step:
         turns = [rotary(positions_T) for rotary in self._rotaries]

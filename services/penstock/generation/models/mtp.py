@@ -79,6 +79,7 @@ class MultiTokenHead(DraftHead):
         self._layer = maker.layer(0)
         self._norm = norm(_NORM)
         own = LayerLinear("shared_head.head", ("shared_head.head",), (config.vocab_size,), hidden, has_bias=False)
+        self._shares_head = weights.shares_head
         self._head = model.head if weights.shares_head else weights.linear(layer_prefix(0), own)
         self._table = table
         self.num_bytes = weights.num_bytes + (0 if table is None else table.nbytes)
@@ -101,6 +102,11 @@ class MultiTokenHead(DraftHead):
         stream_TI = self._joint(torch.cat(both, dim=-1)).to(self._stream)
         pending_TI = self._layer(stream_TI, None, self._step(positions_T, metadata, kv))
         return self._norm.add(stream_TI, pending_TI)
+
+    @override
+    def share(self, model: CausalLM) -> None:
+        if self._shares_head:
+            self._head = model.head
 
     @override
     @torch.inference_mode()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.step import DraftRequest
+    from penstock.generation.models.decoder import CausalLM
     from penstock.generation.models.draft_head import DraftHead, Embed
     from penstock.generation.runner.draw_rows import EntryRows
     from penstock.generation.sampling.sampling_kernels import SamplingKernels
@@ -171,6 +172,13 @@ class HeadDrafter:
         if self._followers:
             for seq_id in seq_ids:
                 self._forget(seq_id)
+
+    def follow(self, model: CausalLM) -> None:
+        """Draft for `model` from now on: the served one with other weights. Sequences keep all that is kept of them,
+        and nothing keeps the old one."""
+        self.head.share(model)
+        if self._embed is not None:
+            self._embed = model.embed
 
     def clear(self) -> None:
         """Forget every sequence: their blocks may be overwritten."""

@@ -42,6 +42,11 @@ class HeadDraft:
         """Run it once. Its computed rows of sequences are lost."""
         self.drafter.warm_up()
 
+    def follow(self, model: LanguageModel) -> None:
+        """Draft for the served model with other weights, between two steps."""
+        assert isinstance(model, CausalLM), "a head drafts for a native model"
+        self.drafter.follow(model)
+
     def status_line(self) -> str:
         """Return a line of facts for people."""
         head, kv = self.head, self.drafter.kv

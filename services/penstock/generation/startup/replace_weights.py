@@ -21,6 +21,8 @@ from penstock.generation.weights.new_tensors import NewTensors
 def fixed_because(config: GenerationServiceConfig, loaded: LoadedModel, *, of_draft: bool = False) -> str:
     """Return why the model, or its draft model, takes no new weights; empty: it takes some."""
     if of_draft:
+        if loaded.weights.head is not None:
+            return "it is a draft head (--draft-head), which keeps its own weights"
         return _draft_fixed_because(config, loaded.weights.draft)
     facts = loaded.weights.model.config
     if loaded.weights.ranks is not None:

@@ -40,6 +40,11 @@ class EngineParts:
     batch: BatchTuning
     draft: DraftModel | HeadDraft | None
 
+    def follow(self, model: LanguageModel) -> None:
+        """Let a draft head share parts with the served model that takes its place, between two steps."""
+        if isinstance(self.draft, HeadDraft):
+            self.draft.follow(model)
+
     def warm_up(self, work: WarmUpWork | None = None) -> None:
         """Run all models once, the served one with `work`. Writes into blocks of the pools, so none may be in use or
         cached."""
