@@ -21,7 +21,7 @@ from penstock.gateway.event_log import EventLog, EventLogs, no_events
 from penstock.gateway.http_errors import HttpError, known_errors, status_of
 from penstock.gateway.kept_stores import KeptStores
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.places import Places
+from penstock.gateway.places import Body, Places
 from penstock.gateway.response_store import StoredResponse, StoreFailed
 
 # A caller polls a response that is "queued" or "in_progress".
@@ -113,17 +113,26 @@ class Background:
             )
 
     async def begin(
-        self, run: BackgroundRun, tenant: str, make: Make, last_events: LastEvents, *, is_streamed: bool
+        self,
+        run: BackgroundRun,
+        tenant: str,
+        make: Make,
+        last_events: LastEvents,
+        *,
+        is_streamed: bool,
+        counted: Body | None = None,
     ) -> None:
         """Keep a response and begin to make it, in a place of its tenant. Raises HttpError 429, StoreFailed.
 
-        `is_streamed`: keep its events, too.
+        `is_streamed`: keep its events, too. `counted`: the body of its request, which counts until the response ends.
         """
         self.check(run.caller)
         key = (run.caller, run.response_id)
         with ExitStack() as holding:
             holding.enter_context(self._places.admitted())
             holding.enter_context(self._places.entered(tenant))
+            if counted is not None:
+                holding.callback(counted.moved().close)
             # Found from here on: a reader of the store would take it for lost.
             self._runs[key] = run
             holding.callback(self._runs.pop, key)

@@ -62,7 +62,7 @@ async def begin_background(plan: ResponsePlan, call: HttpCall, *, is_stream: boo
 
     try:
         with asking_store():
-            await background.begin(run, call.tenant, make, last_events, is_streamed=is_stream)
+            await background.begin(run, call.tenant, make, last_events, is_streamed=is_stream, counted=call.counted)
     except BaseException:
         stream.close()
         raise

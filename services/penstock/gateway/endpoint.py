@@ -131,6 +131,8 @@ class HttpCall:
     owner: str = ""
     # As Caller.tenant.
     tenant: str = ANYBODY
+    # Count of the body's bytes until the request ends; None: it is not counted.
+    counted: Body | None = None
     # Body of an upload, part by part as it arrives, and its Content-Type; else there is none.
     parts: AsyncIterator[bytes] | None = None
     content_type: bytes = b""
@@ -303,6 +305,7 @@ class Endpoint:
                 has_fields = self._has_body and (sent or not self._may_be_empty)
                 call = self._call(exchange, scope, caller, shown, await self._parsed(sent) if has_fields else {})
                 del sent
+                call.counted = counted
                 exchange.call = call
                 with nullcontext() if self._is_public else door.places.entered(caller.tenant):
                     if not self._is_public:

@@ -160,6 +160,15 @@ class Body:
         """Note that the body is complete."""
         self._all.whole(self)
 
+    def moved(self) -> Body:
+        """Return a complete body with this one's bytes, which has none then: for work that outlives its request."""
+        size = self.size
+        self.close()
+        found = self._all.open(lambda: None, self.tenant)
+        found.whole()
+        found.take(size)
+        return found
+
     def close(self) -> None:
         """Give back the bytes. It may be called again."""
         self._all.close(self)

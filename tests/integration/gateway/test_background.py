@@ -12,7 +12,7 @@ import openai
 import pytest
 from factories.servers.emitting_backend import EmittingBackend, count_up
 from factories.servers.gateway import Gateway, running_gateway
-from factories.servers.router import backend, running_router
+from factories.servers.router import backend, running_router, until
 from factories.servers.shared_store import needs_shared_store, shared_store
 from openai.types.responses import Response
 from penstock.common.errors import InvalidArgument
@@ -156,6 +156,22 @@ async def test_bounds_are_kept() -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**ASKED, store=False)
         assert caught.value.param == "store"
+
+
+async def test_the_body_of_a_request_counts_until_its_response_ends() -> None:
+    bounds: dict[str, Any] = {"max_body_bytes": 1 << 16, "max_bodies_bytes": 100_000, "tenant_share": 1.0}
+    async with serving(allowance=0, **bounds) as (one, gateway, client):
+        # Records of another server's tools are kept, and no part of the prompt.
+        record = {"type": "mcp_call", "id": "mcp_1", "output": "x" * 60_000}
+        asked = {**ASKED, "input": [record, {"role": "user", "content": "Hello"}]}
+        made = await client.responses.create(**asked)
+        assert gateway.metric("http_body_bytes") > 60_000
+        with pytest.raises(openai.RateLimitError, match="--max-bodies-bytes"):
+            await client.responses.create(**asked)
+        await one.allow(None)
+        await polled(client, made, "completed")
+        await until(lambda: not gateway.metric("http_body_bytes"))
+        assert (await polled(client, await client.responses.create(**asked), "completed")).output
 
 
 async def test_one_token_leaves_places_to_others() -> None:
