@@ -42,14 +42,14 @@ class RemoteAdapters:
         # Before anything is fetched.
         self._store.check(name, replace=replace)
         folder = self._disk.bring(source, give_up)
-        with self._lock:
-            before = self._known.get(name)
         try:
             self._store.load(name, folder, root=root, replace=replace)
         except BaseException:
             self._disk.release(folder)
             raise
         with self._lock:
+            # Only now: another load of the name, or an unload, may have ended meanwhile.
+            before = self._known.get(name)
             self._known[name] = source, folder
         if before is not None:
             self._disk.release(before[1])
