@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from penstock.v1 import jobs_pb2
 
@@ -76,6 +76,31 @@ def file_requests(
         endpoint=endpoint, completion_window=completion_window, metadata=metadata, input_file_id=input_file_id
     )
     yield jobs_pb2.SubmitBatchRequest(batch=new)
+
+
+class SentRequests:
+    """Messages of a submission, as gRPC reads them. It would lose an error of their making: `check` raises it."""
+
+    def __init__(self, messages: Iterator[jobs_pb2.SubmitBatchRequest]) -> None:
+        self._messages = messages
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> jobs_pb2.SubmitBatchRequest:
+        try:
+            return next(self._messages)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = error
+            raise
+
+    def check(self) -> None:
+        """Raise what ended the messages, if anything did."""
+        if self._error is not None:
+            raise self._error
 
 
 def _line(line: bytes | str | Mapping[str, Any]) -> bytes:

@@ -10,7 +10,15 @@ from typing import Any, Self
 import grpc
 from penstock.v1 import jobs_pb2
 
-from penstock_client._batches import AnswerReader, BatchAnswer, BatchWait, file_requests, is_live, submit_requests
+from penstock_client._batches import (
+    AnswerReader,
+    BatchAnswer,
+    BatchWait,
+    SentRequests,
+    file_requests,
+    is_live,
+    submit_requests,
+)
 from penstock_client._channel import Channel
 from penstock_client._exceptions import PenstockError, stream_error
 from penstock_client.config import ClientConfig
@@ -56,11 +64,11 @@ class JobsClient:
         and `body`, as in OpenAI's files.
 
         `lines` is read as it is sent, and may have any length. `endpoint` is the lines' `url`. `expires_after`: seconds
-        until the gateway removes the file of the lines. `timeout` in seconds is the time to send them.
+        until the gateway removes the file of the lines. `timeout` in seconds is the time to send them, by default
+        `timeouts.unary`. Raises what `lines` raises, and TypeError for a line that JSON has no form for; then there is
+        no batch.
         """
-        requests = submit_requests(lines, endpoint, completion_window, metadata, expires_after)
-        response: jobs_pb2.SubmitBatchResponse = self._call(self._stub.SubmitBatch, requests, timeout)
-        return response.batch
+        return self._submit(submit_requests(lines, endpoint, completion_window, metadata, expires_after), timeout)
 
     def submit_file(
         self,
@@ -71,9 +79,7 @@ class JobsClient:
         metadata: Mapping[str, str] | None = None,
     ) -> jobs_pb2.Batch:
         """Make a batch of a file that the gateway has, from /v1/files or an earlier batch. Raises NotFound."""
-        requests = file_requests(input_file_id, endpoint, completion_window, metadata)
-        response: jobs_pb2.SubmitBatchResponse = self._call(self._stub.SubmitBatch, requests)
-        return response.batch
+        return self._submit(file_requests(input_file_id, endpoint, completion_window, metadata))
 
     def get_batch(self, batch_id: str) -> jobs_pb2.Batch:
         """Return a batch as it is now. Raises NotFound."""
@@ -132,6 +138,16 @@ class JobsClient:
     def delete_file(self, file_id: str) -> None:
         """Delete a file of a batch: its lines, answers or errors. Raises NotFound, and FailedPrecondition."""
         self._call(self._stub.DeleteFile, jobs_pb2.DeleteFileRequest(file_id=file_id))
+
+    def _submit(self, messages: Iterator[jobs_pb2.SubmitBatchRequest], timeout: float | None = None) -> jobs_pb2.Batch:
+        requests = SentRequests(messages)
+        try:
+            response: jobs_pb2.SubmitBatchResponse = self._call(self._stub.SubmitBatch, requests, timeout)
+        except BaseException:
+            # gRPC cancels the call.
+            requests.check()
+            raise
+        return response.batch
 
     def _metadata_now(self) -> tuple[tuple[str, str], ...]:
         return (*self._metadata, *self.config.call_metadata())

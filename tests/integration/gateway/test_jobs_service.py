@@ -236,6 +236,23 @@ async def test_a_caller_that_leaves_in_the_middle_of_its_lines_leaves_nothing() 
         assert await client.list_batches() == []
 
 
+async def test_an_error_of_the_lines_themselves_is_the_callers() -> None:
+    def lines() -> Iterable[dict[str, Any]]:
+        yield from requests_of(1)
+        raise LookupError("no more of them")
+
+    def send_all(address: str) -> None:
+        with JobsClient(address) as client:
+            client.submit_batch(lines(), endpoint=URL)
+
+    async with scripted() as (_, gateway, client):
+        with pytest.raises(LookupError, match="no more of them"):
+            await client.submit_batch(lines(), endpoint=URL)
+        with pytest.raises(LookupError, match="no more of them"):
+            await asyncio.to_thread(send_all, gateway.app.jobs_address)
+        assert await client.list_batches() == []
+
+
 async def test_a_token_that_was_never_seen_sends_large_lines_and_a_wrong_one_nothing(tmp_path: Path) -> None:
     tokens, own = tmp_path / "tokens", tmp_path / "own"
     tokens.write_text("alice\njobs\n")
