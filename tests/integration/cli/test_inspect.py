@@ -18,6 +18,7 @@ from factories.models.model_types import tiny_model_type
 from factories.models.native import use_native
 from factories.servers.hub import running_hub
 from penstock.cli import inspect_model as inspecting
+from penstock.cli.inspect_drafts import drafts_line
 from penstock.cli.inspect_model import inspect_model, measured_bandwidth, run_inspect
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import StartupError
@@ -242,3 +243,13 @@ def test_a_draft_head_is_told_from_a_model_and_so_are_layers_for_drafts(tmp_path
     save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(48, 96)}, carrying / "model.safetensors")
     drafts = facts_of(carrying)["drafts"]
     assert drafts == {"kind": "multi-token prediction", "is_model": True, "layers": 1, "usable": True}
+
+
+def test_layers_for_drafts_of_a_native_model_that_are_not_read_are_not_advised(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "qwen3_5_text")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(48, 96)}, folder / "model.safetensors")
+    facts = facts_of(folder)
+    assert (facts["starts"], facts["why"]) == (True, "")
+    assert facts["drafts"]["usable"] is False
+    assert "--draft-head" not in drafts_line(facts["drafts"])
