@@ -107,7 +107,8 @@ def _complement(pattern: str) -> str | None:
 
 def _atoms(pattern: str) -> tuple[list[str], str]:
     """Return the characters that a pattern begins with, each as a pattern and not too many, and what follows."""
-    found, at = [], 0
+    found: list[str] = []
+    at = 0
     while len(found) < _MOST_TURNED and (one := _ATOM.match(pattern, at)) is not None:
         found.append(one[0])
         at = one.end()
