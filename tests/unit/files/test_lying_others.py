@@ -10,9 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from factories.engine.model_engine import load_tiny
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.draft_heads import eagle3_config, eagle3_folder
 from factories.models.lies import Outcomes, damaged, lies, opened, safetensors, texts
 from factories.models.packed import load, packed, use_packing
+from factories.models.run_kernels import cpu_device
 from factories.source_tree import ROOT
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.bench.dataset import DatasetPrompts
@@ -28,6 +31,7 @@ from penstock.common.modelscope import CHECKSUMS
 from penstock.compat.mindie.model_settings import ModelSettings
 from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
+from penstock.generation.models.eagle3 import load_eagle3
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.startup.draft_model import _token_ids
 from penstock.generation.startup.vocabulary import read_token_tables
@@ -75,6 +79,18 @@ def test_tokenizer_json(tmp_path: Path) -> None:
 
 def test_tokenizer_json_of_a_draft_model(tmp_path: Path) -> None:
     read_all(tmp_path / "tokenizer.json", small_tokenizer(), lambda: max(_token_ids(tmp_path).values(), default=0), 500)
+
+
+def test_config_json_of_a_draft_head(tmp_path: Path) -> None:
+    model = load_tiny(tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=4))
+    folder = eagle3_folder(tmp_path / "head")
+    fields = ("eagle_config", "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
+    lying = some([*lies(eagle3_config(), added=fields)], 0, 3)
+    outcomes = Outcomes()
+    for name, document in lying:
+        (folder / "config.json").write_text(json.dumps(document))
+        outcomes.note(name, lambda: load_eagle3(folder, model.config, cpu_device(), model.dtype, "none"))
+    outcomes.check(100)
 
 
 def test_tokenizer_config_json(tmp_path: Path) -> None:
