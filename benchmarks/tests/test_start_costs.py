@@ -45,7 +45,8 @@ def test_this_process_has_the_pages_that_it_writes() -> None:
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved) as memory:
         memory[: 8 << 20] = bytes(8 << 20)
         smaps = Path("/proc/self/smaps").read_text()
-    assert private_memory(smaps) - before == pytest.approx(8, abs=2)
+    # This process may have grown by a few MiB more meanwhile.
+    assert 7.9 < private_memory(smaps) - before < 24.0
     assert pool_memory(smaps, size) == pytest.approx(8, abs=2)
 
 
