@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def test_an_engine_that_does_not_answer_is_told_by_the_flag() -> None:
     assert caught.value.flag == "--endpoint"
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT interrupts this process: a shell's job in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_ends_a_start_that_waits() -> None:
     seconds = 60.0
     with socket.create_server(("127.0.0.1", 0)) as engine:
