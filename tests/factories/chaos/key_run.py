@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import random
 import sqlite3
 import subprocess
@@ -29,6 +28,8 @@ from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
 LEASE_SECONDS = 2.0
 PATIENCE_SECONDS = 300.0
 _MOST_NEW_TOKENS = 24
+# Where `-m factories…` is found.
+TESTS = Path(__file__).parents[2]
 
 
 @dataclass
@@ -78,7 +79,7 @@ class KeyRun:
     def _start_backend(self, place: int) -> subprocess.Popen[bytes]:
         flags = ["--port", str(self._ports[place]), "--fingerprint", tokenizer_fingerprint(), "--tokens", "64"]
         command = [sys.executable, "-m", "factories.servers.emitting_backend", *flags, "--step-seconds", "0.002"]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=TESTS)
 
     def _start_router(self) -> stack.Process:
         targets = [word for port in self._ports for word in ("--backend", f"127.0.0.1:{port}")]
