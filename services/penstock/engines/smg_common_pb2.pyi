@@ -7,8 +7,10 @@ Changed here: only what text needs is kept (no media, no transfer of keys and va
 and comments are shorter. Unknown fields are harmless on either side.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -58,6 +60,200 @@ class GetTokenizerChunk(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTokenizerChunk: _TypeAlias = GetTokenizerChunk  # noqa: Y015
+
+@_typing.final
+class SubscribeKvEventsRequest(_message.Message):
+    """Blocks of the KV cache, as they come and go. 0: from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    start_sequence_number: _builtins.int
+    def __init__(
+        self,
+        *,
+        start_sequence_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_sequence_number", b"start_sequence_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeKvEventsRequest: _TypeAlias = SubscribeKvEventsRequest  # noqa: Y015
+
+@_typing.final
+class KvEventBatch(_message.Message):
+    """A number is one more than the last one, unless batches were lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    TIMESTAMP_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    DP_RANK_FIELD_NUMBER: _builtins.int
+    sequence_number: _builtins.int
+    timestamp: _builtins.float
+    dp_rank: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheEvent]: ...
+    def __init__(
+        self,
+        *,
+        sequence_number: _builtins.int = ...,
+        timestamp: _builtins.float = ...,
+        events: _abc.Iterable[Global___KvCacheEvent] | None = ...,
+        dp_rank: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "events", b"events", "sequence_number", b"sequence_number", "timestamp", b"timestamp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dp_rank: _TypeAlias = _typing.Literal["dp_rank"]  # noqa: Y015
+    _WhichOneofArgType__dp_rank: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dp_rank) -> _WhichOneofReturnType__dp_rank | None: ...
+
+Global___KvEventBatch: _TypeAlias = KvEventBatch  # noqa: Y015
+
+@_typing.final
+class KvCacheEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_ID_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    event_id: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___KvBlocksStored: ...
+    @_builtins.property
+    def removed(self) -> Global___KvBlocksRemoved: ...
+    @_builtins.property
+    def cleared(self) -> Global___KvCacheCleared: ...
+    def __init__(
+        self,
+        *,
+        event_id: _builtins.int = ...,
+        stored: Global___KvBlocksStored | None = ...,
+        removed: Global___KvBlocksRemoved | None = ...,
+        cleared: Global___KvCacheCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "data", b"data", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "data", b"data", "event_id", b"event_id", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_data: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_data: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_data) -> _WhichOneofReturnType_data | None: ...
+
+Global___KvCacheEvent: _TypeAlias = KvCacheEvent  # noqa: Y015
+
+@_typing.final
+class KvBlocksStored(_message.Message):
+    """Blocks that follow each other, the first one after the parent; without a parent it begins a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PARENT_BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    parent_block_hash: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]: ...
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___KvBlock] | None = ...,
+        parent_block_hash: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "blocks", b"blocks", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_block_hash: _TypeAlias = _typing.Literal["parent_block_hash"]  # noqa: Y015
+    _WhichOneofArgType__parent_block_hash: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_block_hash) -> _WhichOneofReturnType__parent_block_hash | None: ...
+
+Global___KvBlocksStored: _TypeAlias = KvBlocksStored  # noqa: Y015
+
+@_typing.final
+class KvBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    LORA_ID_FIELD_NUMBER: _builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: _builtins.int
+    block_hash: _builtins.int
+    block_size: _builtins.int
+    lora_id: _builtins.int
+    cache_level: _builtins.int
+    """0: the device, 1: the host. Unset: the device."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        block_hash: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        block_size: _builtins.int = ...,
+        lora_id: _builtins.int | None = ...,
+        cache_level: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "cache_level", b"cache_level", "lora_id", b"lora_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "block_hash", b"block_hash", "block_size", b"block_size", "cache_level", b"cache_level", "lora_id", b"lora_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_level: _TypeAlias = _typing.Literal["cache_level"]  # noqa: Y015
+    _WhichOneofArgType__cache_level: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level"]  # noqa: Y015
+    _WhichOneofReturnType__lora_id: _TypeAlias = _typing.Literal["lora_id"]  # noqa: Y015
+    _WhichOneofArgType__lora_id: _TypeAlias = _typing.Literal["_lora_id", b"_lora_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_level) -> _WhichOneofReturnType__cache_level | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora_id) -> _WhichOneofReturnType__lora_id | None: ...
+
+Global___KvBlock: _TypeAlias = KvBlock  # noqa: Y015
+
+@_typing.final
+class KvBlocksRemoved(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: _builtins.int
+    cache_level: _builtins.int
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        cache_level: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "cache_level", b"cache_level"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "block_hashes", b"block_hashes", "cache_level", b"cache_level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_level: _TypeAlias = _typing.Literal["cache_level"]  # noqa: Y015
+    _WhichOneofArgType__cache_level: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_level) -> _WhichOneofReturnType__cache_level | None: ...
+
+Global___KvBlocksRemoved: _TypeAlias = KvBlocksRemoved  # noqa: Y015
+
+@_typing.final
+class KvCacheCleared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvCacheCleared: _TypeAlias = KvCacheCleared  # noqa: Y015
 
 @_typing.final
 class FlushCacheRequest(_message.Message):

@@ -85,6 +85,11 @@ class VllmEngineStub(object):
                 request_serializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerChunk.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+                request_serializer=penstock_dot_engines_dot_smg__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=penstock_dot_engines_dot_smg__common__pb2.KvEventBatch.FromString,
+                _registered_method=True)
 
 
 class VllmEngineServicer(object):
@@ -144,6 +149,12 @@ class VllmEngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VllmEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -191,6 +202,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerRequest.FromString,
                     response_serializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=penstock_dot_engines_dot_smg__common__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=penstock_dot_engines_dot_smg__common__pb2.KvEventBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -435,6 +451,33 @@ class VllmEngine(object):
             '/vllm.grpc.engine.VllmEngine/GetTokenizer',
             penstock_dot_engines_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
             penstock_dot_engines_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+            penstock_dot_engines_dot_smg__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+            penstock_dot_engines_dot_smg__common__pb2.KvEventBatch.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,7 @@ class VllmEngineStub:
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_vllm_engine_pb2.GetServerInfoRequest, _vllm_engine_pb2.GetServerInfoResponse]
     GetLoads: _grpc.UnaryUnaryMultiCallable[_vllm_engine_pb2.GetLoadsRequest, _vllm_engine_pb2.GetLoadsResponse]
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_smg_common_pb2.GetTokenizerRequest, _smg_common_pb2.GetTokenizerChunk]
+    SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_smg_common_pb2.SubscribeKvEventsRequest, _smg_common_pb2.KvEventBatch]
 
 @_typing.type_check_only
 class VllmEngineAsyncStub(VllmEngineStub):
@@ -58,6 +59,7 @@ class VllmEngineAsyncStub(VllmEngineStub):
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_vllm_engine_pb2.GetServerInfoRequest, _vllm_engine_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     GetLoads: _aio.UnaryUnaryMultiCallable[_vllm_engine_pb2.GetLoadsRequest, _vllm_engine_pb2.GetLoadsResponse]  # type: ignore[assignment]
     GetTokenizer: _aio.UnaryStreamMultiCallable[_smg_common_pb2.GetTokenizerRequest, _smg_common_pb2.GetTokenizerChunk]  # type: ignore[assignment]
+    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_smg_common_pb2.SubscribeKvEventsRequest, _smg_common_pb2.KvEventBatch]  # type: ignore[assignment]
 
 class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -122,5 +124,12 @@ class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
         request: _smg_common_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_smg_common_pb2.GetTokenizerChunk], _abc.AsyncIterator[_smg_common_pb2.GetTokenizerChunk]]: ...
+
+    @_abc_1.abstractmethod
+    def SubscribeKvEvents(
+        self,
+        request: _smg_common_pb2.SubscribeKvEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_smg_common_pb2.KvEventBatch], _abc.AsyncIterator[_smg_common_pb2.KvEventBatch]]: ...
 
 def add_VllmEngineServicer_to_server(servicer: VllmEngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -268,16 +268,20 @@ class WatchLoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MIN_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     min_interval_seconds: _builtins.float
     """Seconds; default 0.1, at least 0.01."""
+    prefixes: _builtins.bool
+    """Reports tell which prefixes are cached, too."""
     def __init__(
         self,
         *,
         min_interval_seconds: _builtins.float | None = ...,
+        prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_interval_seconds", b"_min_interval_seconds", "min_interval_seconds", b"min_interval_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_interval_seconds", b"_min_interval_seconds", "min_interval_seconds", b"min_interval_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_interval_seconds", b"_min_interval_seconds", "min_interval_seconds", b"min_interval_seconds", "prefixes", b"prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_interval_seconds: _TypeAlias = _typing.Literal["min_interval_seconds"]  # noqa: Y015
     _WhichOneofArgType__min_interval_seconds: _TypeAlias = _typing.Literal["_min_interval_seconds", b"_min_interval_seconds"]  # noqa: Y015
@@ -290,20 +294,66 @@ class WatchLoadResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___Load: ...
+    @_builtins.property
+    def prefixes(self) -> Global___PrefixChanges:
+        """Absent: nothing is new, or it was not asked for, or there is no prefix cache, or this is an older release."""
+
     def __init__(
         self,
         *,
         load: Global___Load | None = ...,
+        prefixes: Global___PrefixChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "prefixes", b"prefixes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "prefixes", b"prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class PrefixChanges(_message.Message):
+    """Cached blocks of prompts and outputs, in the KV pool or the host pool, by short names. The first reports of a call name all of
+    them, later ones what has changed; none names more than 4096.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEME_FIELD_NUMBER: _builtins.int
+    BEGINS_ANEW_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    scheme: _builtins.int
+    """Way in which names are made. 1: the first 8 bytes, least first, of a chain of SHA-256. It begins with "penstock.prefix.v1", a
+    NUL and the salt, GenerateRequest.cache_salt, with ADAPTER: before it where there is one; then with each full block (KvGeometry)
+    come the hash before it and the block's ids, 4 bytes each, least first. A block with embeddings has a name of its own.
+    Of a way that it does not know, a router believes nothing.
+    """
+    begins_anew: _builtins.bool
+    """Nothing that was told before counts."""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        scheme: _builtins.int = ...,
+        begins_anew: _builtins.bool = ...,
+        kept: _abc.Iterable[_builtins.int] | None = ...,
+        gone: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_anew", b"begins_anew", "gone", b"gone", "kept", b"kept", "scheme", b"scheme"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixChanges: _TypeAlias = PrefixChanges  # noqa: Y015
 
 @_typing.final
 class WarmUpRequest(_message.Message):
