@@ -3,10 +3,12 @@
     python -m benchmarks many_routers [--routers 1,2,20] [--backends 8] [--requests 20000] [--load 0.8]
 
 A simulation in simulated time, of one process: the policy, the views of load and the memory of prefixes are the
-routers' own classes; backends are a queue, places and a cache of blocks. Prompts have one of `--prefixes` beginnings
-of 16 blocks, the frequent ones first (Zipf), and 8 blocks of their own. A block that is not cached costs 10 ms, an
-answer 1 s. It is sent to a router at random, as a balancer without knowledge does. Of two tenants one sends a sixth of
-the requests; with a load above 1 it waits for nobody but its like where shares are fair.
+routers' own classes; backends are a queue, places and a cache of blocks with the engine's own log. Each row is run
+twice: routers know what they sent themselves, and what backends tell with their reports (`told`). Prompts have one of
+`--prefixes` beginnings of 16 blocks, the frequent ones first (Zipf), and 8 blocks of their own. A block that is not
+cached costs 10 ms, an answer 1 s; it is told once its prompt is computed. A request is sent to a router at random, as a
+balancer without knowledge does. Of two tenants one sends a sixth of the requests; with a load above 1 it waits for
+nobody but its like where shares are fair.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ import itertools
 import random
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from penstock.common.fair_order import FairOrder
+from penstock.generation.engine.prefix_log import PrefixLog, PrefixReader
 from penstock.router.backends.load_report import LoadReport
 from penstock.router.backends.load_view import LoadView
 from penstock.router.backends.policy import Policy, PolicyConfig
@@ -38,12 +43,14 @@ LIGHT_SHARE = 1 / 6
 REPORT_SECONDS = 0.1
 HEADER = (
     "routers",
+    "told",
     "found_share",
     "wait_mean_s",
     "wait_p99_s",
     "busiest_to_mean",
     "light_wait_s",
     "choice_us",
+    "told_bytes_s",
 )
 
 
@@ -58,6 +65,10 @@ class SimulatedBackend:
     running: int = 0
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     served: int = 0
+    # As a BlockPool tells its log.
+    on_register: list[Callable[[bytes], None]] = field(default_factory=list)
+    on_forget: list[Callable[[bytes], None]] = field(default_factory=list)
+    told: set[int] = field(default_factory=set)
 
     def add(self, request: Request) -> None:
         """Let a request wait."""
@@ -87,15 +98,32 @@ class SimulatedBackend:
             self.cache[one] = None
             self.cache.move_to_end(one)
         while len(self.cache) > CACHED:
-            self.cache.popitem(last=False)
+            gone, _ = self.cache.popitem(last=False)
+            if gone in self.told:
+                self.told.remove(gone)
+                self._tell(self.on_forget, gone)
         return count
+
+    def computed(self, blocks: list[int]) -> None:
+        """Tell the log of blocks that are computed now, and still cached."""
+        for one in blocks:
+            if one in self.cache and one not in self.told:
+                self.told.add(one)
+                self._tell(self.on_register, one)
+
+    @staticmethod
+    def _tell(hearers: list[Callable[[bytes], None]], block: int) -> None:
+        for hear in hearers:
+            hear(block.to_bytes(8, "little"))
 
 
 class SeenBackend:
     """A backend as one router sees it. Implements policy.Candidate."""
 
-    def __init__(self, backend: SimulatedBackend) -> None:
+    def __init__(self, backend: SimulatedBackend, log: PrefixLog | None) -> None:
         self.backend, self.key = backend, backend.key
+        self._reader = None if log is None else PrefixReader(log)
+        self.told_bytes = 0
         self.in_flight = 0
         self.load = LoadView(lambda: self.in_flight, lambda: 0)
         self.prefixes = PrefixIndex(KNOWN)
@@ -108,6 +136,10 @@ class SeenBackend:
         """Take a report."""
         state = self.backend
         self.load.take(LoadReport(waiting_requests=state.num_waiting, running_requests=state.running))
+        told = None if self._reader is None else self._reader.take()
+        if told is not None:
+            self.prefixes.take(told.kept, told.gone, begins_anew=told.begins_anew)
+            self.told_bytes += 8 * (len(told.kept) + len(told.gone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +155,13 @@ class Request:
 class Simulation:
     """Routers before backends, until all requests are answered."""
 
-    def __init__(self, routers: int, options: argparse.Namespace) -> None:
+    def __init__(self, routers: int, options: argparse.Namespace, *, told: bool) -> None:
         self._draw = random.Random(7)
-        self._options = options
+        self._options, self._told = options, told
         self._backends = [SimulatedBackend(f"backend-{one}") for one in range(options.backends)]
+        logs = [PrefixLog([one]) if told else None for one in self._backends]  # type: ignore[list-item]
         self._routers = [
-            (Policy[SeenBackend](PolicyConfig()), [SeenBackend(one) for one in self._backends]) for _ in range(routers)
+            (Policy[SeenBackend](PolicyConfig()), list(map(SeenBackend, self._backends, logs))) for _ in range(routers)
         ]
         self._events: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
@@ -159,6 +192,8 @@ class Simulation:
                 for seen in self._routers[event][1]:
                     seen.report()
                 self._at(now + REPORT_SECONDS, event)
+            elif callable(event):
+                event()
             elif isinstance(event, Request):
                 self._end(event, now)
                 left -= 1
@@ -168,13 +203,20 @@ class Simulation:
         waits = sorted(self._waits[LIGHT] + self._waits[HEAVY])
         return {
             "routers": len(self._routers),
+            "told": self._told,
             "found_share": round(self._found / self._possible, 4),
             "wait_mean_s": round(sum(waits) / len(waits), 4),
             "wait_p99_s": round(waits[len(waits) * 99 // 100], 4),
             "busiest_to_mean": round(max(one.served for one in self._backends) / mean, 4),
             "light_wait_s": round(sum(self._waits[LIGHT]) / len(self._waits[LIGHT]), 4),
             "choice_us": round(1e6 * self._choosing / options.requests, 1),
+            "told_bytes_s": round(self._told_bytes() / now),
         }
+
+    def _told_bytes(self) -> float:
+        """Return what one router was told by one backend, on average."""
+        seen = [one for _, all_seen in self._routers for one in all_seen]
+        return sum(one.told_bytes for one in seen) / len(seen)
 
     def _at(self, when: float, event: Any) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
@@ -198,7 +240,9 @@ class Simulation:
             self._found += min(found, SHARED)
             self._possible += SHARED
             self._waits[request.tenant].append(now - request.began)
-            self._at(now + ANSWER_SECONDS + BLOCK_SECONDS * (SHARED + OWN - found), request)
+            computed = now + BLOCK_SECONDS * (SHARED + OWN - found)
+            self._at(computed, partial(backend.computed, request.blocks))
+            self._at(computed + ANSWER_SECONDS, request)
 
     def _end(self, request: Request, now: float) -> None:
         request.seen.in_flight -= 1
@@ -219,6 +263,7 @@ def main(options: argparse.Namespace, report: Report) -> None:
     """Run it."""
     table, rows = report.table(HEADER), []
     for routers in options.routers:
-        rows.append(Simulation(routers, options).run())
-        table.row(*(rows[-1][name] for name in HEADER))
+        for told in (False, True):
+            rows.append(Simulation(routers, options, told=told).run())
+            table.row(*(rows[-1][name] for name in HEADER))
     report.save({"settings": report.settings, "rows": rows})

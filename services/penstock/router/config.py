@@ -219,7 +219,18 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
         1.5, "Multiple of the idlest backend's load; see --affinity-slack.", group=ROUTING, minimum=1.0
     )
     max_prefix_blocks: int = option(512, "Blocks at the head of a prompt that are compared.", group=ROUTING, minimum=0)
-    max_known_blocks: int = option(65536, "Blocks remembered for each backend.", group=ROUTING, minimum=1)
+    prefix_reports: bool = option(
+        True,
+        "Let backends tell which prefixes they have cached. Without, and of backends that do not tell, the router "
+        "knows only what it sent there itself.",
+        group=ROUTING,
+    )
+    max_known_blocks: int = option(
+        65536,
+        "Blocks remembered for each backend: of those that it told, and of those that were sent there.",
+        group=ROUTING,
+        minimum=1,
+    )
     max_compared_backends: int = option(
         32,
         "Backends that are compared for a request, taken in turn from more; beside them those that its session or a "

@@ -94,6 +94,8 @@ class EmittingBackend:
     # Number of waiting requests of others that it reports.
     extra_load: int = 0
     draining: bool = False
+    # What it tells of cached prefixes, one with each report, to those who ask for it.
+    told: list[admin_pb2.PrefixChanges] = field(default_factory=list)
     # Speed that it reports; None: none, as a service of an earlier release.
     pace: admin_pb2.Pace | None = None
     # Takes requests and never answers them.
@@ -484,11 +486,12 @@ class _Servicer:
     ) -> AsyncIterator[admin_pb2.WatchLoadResponse]:
         backend = self._backend
         sent: admin_pb2.Load | None = None
+        num_told = 0
         while True:
-            load = backend.load()
-            if load != sent and not backend.is_frozen:
-                sent = load
-                yield admin_pb2.WatchLoadResponse(load=load)
+            load, told = backend.load(), backend.told[num_told : num_told + 1] if request.prefixes else []
+            if (load != sent or told) and not backend.is_frozen:
+                sent, num_told = load, num_told + len(told)
+                yield admin_pb2.WatchLoadResponse(load=load, prefixes=told[0] if told else None)
             await asyncio.sleep(request.min_interval_seconds)
 
     async def Session(self, commands: AsyncIterator[generation_pb2.SessionRequest], context: Any) -> None:

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.common.block_hashes import routing_salt
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
@@ -145,7 +147,9 @@ class Request:
     def block_salt_on(self, weights_version: int) -> str:
         """Return the salt of its blocks' hashes if it begins on this version of the weights: requests with two readings
         of an adapter share none, nor do those that begin on two versions."""
-        salt = self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.generation}"
+        salt = self.cache_salt
+        if self.adapter is not None:
+            salt = f"{routing_salt(salt, self.adapter.name)}\0{self.adapter.generation}"
         return f"{salt}\0weights {weights_version}" if weights_version else salt
 
     @property

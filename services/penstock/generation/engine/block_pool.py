@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from penstock.common.block_hashes import chain_hash, root_hash
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.core.cache_group import WHOLE, CacheGroup
 from penstock.generation.engine.prefix_search import find_read
 
-_DOMAIN = b"penstock.prefix.v1\0"
 # Most blocks that an error names.
 _MOST_NAMED = 8
-
-
-def root_hash(salt: str) -> bytes:
-    """Return the hash before the first block. Prefixes are shared only under an equal salt (one per tenant)."""
-    return hashlib.sha256(_DOMAIN + salt.encode()).digest()
-
-
-def chain_hash(parent: bytes, content: bytes) -> bytes:
-    """Return the hash of one full block after `parent`: equal iff all contents up to its end, and salts, are equal."""
-    return hashlib.sha256(parent + content).digest()
 
 
 class OutOfBlocks(Exception):
@@ -57,8 +46,9 @@ class BlockPool:
         self.evictions = 0
         # Called with a block and its hash before the block loses its prefix to another use.
         self.on_evict: Callable[[int, bytes], None] | None = None
-        # Called with a hash that finds no block any more.
-        self.on_forget: Callable[[bytes], None] | None = None
+        # Called with a hash that finds a block of a group from now on, and with one that finds none there any more.
+        self.on_register: list[Callable[[bytes], None]] = []
+        self.on_forget: list[Callable[[bytes], None]] = []
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         # Of each group.
@@ -214,6 +204,8 @@ class BlockPool:
         if block_hash not in cached and self._hashes[block] is None:
             cached[block_hash] = block
             self._hashes[block] = block_hash
+            for hear in self.on_register:
+                hear(block_hash)
 
     def unregister(self, block: int) -> None:
         """Uncache a used bundle: its content does not match its prefix. Its holders keep it."""
@@ -294,8 +286,8 @@ class BlockPool:
         if block_hash is not None:
             del self._cached[self._groups[block]][block_hash]
             self._hashes[block] = None
-            if self.on_forget is not None:
-                self.on_forget(block_hash)
+            for hear in self.on_forget:
+                hear(block_hash)
 
 
 class BlockClaims:

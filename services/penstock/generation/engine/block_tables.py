@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.common.block_hashes import chain_hash, root_hash
 from penstock.generation.core.cache_group import WHOLE, CacheGroup
 from penstock.generation.core.sequence import BlockTable
-from penstock.generation.engine.block_pool import BlockPool, chain_hash, root_hash
+from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.host_block import HostBlock
 from penstock.generation.engine.host_pool import HostPool
 

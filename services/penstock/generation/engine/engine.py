@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
+    from penstock.generation.engine.prefix_log import PrefixLog
     from penstock.generation.engine.swap_or_recompute import SwapPolicy
     from penstock.text.token_bytes import TokenBytes
 
@@ -314,6 +315,11 @@ class Engine:
     def device_blocks(self) -> BlockPool:
         """Accounting of the device's pool."""
         return self._scheduler.pool
+
+    @property
+    def prefix_log(self) -> PrefixLog | None:
+        """Log of the prefixes that the pools keep, for readers on any thread; None: there is no prefix cache."""
+        return self._scheduler.prefix_log
 
     @property
     def host_blocks(self) -> BlockPool | None:

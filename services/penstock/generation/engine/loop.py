@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import Request, RequestOutput
     from penstock.generation.engine.dump import EngineDump
     from penstock.generation.engine.engine import Engine
+    from penstock.generation.engine.prefix_log import PrefixLog
     from penstock.generation.engine.step_watch import StepView
 
 _log = get_logger(__name__)
@@ -166,6 +167,11 @@ class EngineLoop:
     def step_in_progress(self) -> StepView:
         """State of the step that the thread is in. Thread-safe; it never waits for the step."""
         return self._engine.watch.look()
+
+    @property
+    def prefix_log(self) -> PrefixLog | None:
+        """Log of the prefixes that the pools keep, for readers on any thread; None: there is no prefix cache."""
+        return self._engine.prefix_log
 
     def forgive_step(self, seconds: float) -> None:
         """Subtract time in which the whole process stood still from the current step."""

@@ -20,6 +20,7 @@ from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
 from penstock.generation.engine.host_block import HostBlock
 from penstock.generation.engine.host_pool import HostPool
+from penstock.generation.engine.prefix_log import PrefixLog
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
 from penstock.generation.engine.state_snapshots import StateSnapshots
 from penstock.generation.engine.step_plan import HeldBack, StepPlan
@@ -88,6 +89,10 @@ class Scheduler:
             if self.host is None:
                 raise ValueError("a store of blocks needs num_host_blocks")
             self.disk = DiskTier(config, self.host, self.prefixes, store, stats)
+        # None: no prefix is kept.
+        self.prefix_log: PrefixLog | None = None
+        if config.prefix_cache:
+            self.prefix_log = PrefixLog([self.pool] if self.host is None else [self.pool, self.host.pool])
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
         self._victims = Victims(self.running, self.waiting)

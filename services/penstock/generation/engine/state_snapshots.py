@@ -31,7 +31,7 @@ class StateSnapshots:
     def __init__(self, num_places: int, pool: BlockPool, min_tokens: int = 0) -> None:
         self._pool = pool
         self._min_tokens = min_tokens
-        pool.on_forget = self._drop
+        pool.on_forget.append(self._drop)
         # Least recently used first.
         self._places: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_places - 1, -1, -1))

@@ -14,6 +14,7 @@ from penstock.common.errors import InvalidArgument
 from penstock.generation.adapters.adapter_access import AdapterAccess
 from penstock.generation.adapters.figures import AdapterInfo
 from penstock.generation.engine.block_commands import BlockCommands
+from penstock.generation.engine.prefix_log import PrefixReader
 from penstock.generation.engine.stats import EngineLoad
 from penstock.generation.engine.step_watch import StepView
 from penstock.generation.lifecycle import Lifecycle
@@ -41,24 +42,31 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         return admin_pb2.GetLoadResponse(load=self._load())
 
     async def WatchLoad(self, request: admin_pb2.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
-        """Send the load at once, then on change, at most once per interval. It waits for an event and never polls."""
-        interval = _interval(request)
-        async for load in self._changes(interval):
-            await context.write(admin_pb2.WatchLoadResponse(load=load))
+        """Send the load at once, then on change, at most once per interval. It waits for an event and never polls.
 
-    async def _changes(self, interval: float) -> AsyncIterator[admin_pb2.Load]:
-        hub = self._lifecycle.loaded().hub
+        With `prefixes` also what the pools keep: all of it in the first reports, then what has changed.
+        """
+        interval = _interval(request)
+        async for response in self._changes(interval, with_prefixes=request.prefixes):
+            await context.write(response)
+
+    async def _changes(self, interval: float, *, with_prefixes: bool) -> AsyncIterator[admin_pb2.WatchLoadResponse]:
+        core = self._lifecycle.loaded()
+        hub, log = core.hub, core.loop.prefix_log
+        reader = PrefixReader(log) if with_prefixes and log is not None else None
         changed = hub.watch()
         try:
             last = None
             while not hub.closing:
                 changed.clear()
-                load = self._load()
-                if load != last:
+                load, prefixes = self._load(), reader.take() if reader is not None else None
+                if load != last or prefixes is not None:
                     last = load
-                    yield load
+                    yield convert.from_report(load, prefixes)
                     await hub.pause(interval)
-                await changed.wait()
+                # What does not fit one report is told without a change.
+                if reader is None or not reader.has_more:
+                    await changed.wait()
         finally:
             hub.unwatch(changed)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from google.protobuf import json_format
 
+from penstock.common.block_hashes import SCHEME
 from penstock.common.errors import InvalidArgument, PenstockError, to_status
 from penstock.common.pace import Pace
 from penstock.common.unknown_fields import refuse_unknown_fields
@@ -27,6 +28,7 @@ from penstock.generation.core.request import (
 from penstock.generation.core.tensors import TensorData
 from penstock.generation.core.thought_budget import ThoughtEnd
 from penstock.generation.engine.dump import EngineDump
+from penstock.generation.engine.prefix_log import PrefixReport
 from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.engine.step_watch import StepView
 from penstock.generation.grammar.call_spec import MOST_MARKERS, CallSpec
@@ -338,6 +340,17 @@ def from_load(
         process_start_id=start_id,
         adapters_version=adapters_version,
     )
+
+
+def from_report(load: admin_pb2.Load, prefixes: PrefixReport | None) -> admin_pb2.WatchLoadResponse:
+    """Return a report of a load, with what it tells of prefixes."""
+    response = admin_pb2.WatchLoadResponse(load=load)
+    if prefixes is not None:
+        told = response.prefixes
+        told.scheme, told.begins_anew = SCHEME, prefixes.begins_anew
+        told.kept.extend(prefixes.kept)
+        told.gone.extend(prefixes.gone)
+    return response
 
 
 def _pace(pace: Pace) -> admin_pb2.Pace:

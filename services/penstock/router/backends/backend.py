@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import grpc
 
+from penstock.common.block_hashes import SCHEME
 from penstock.common.errors import PenstockError, Unavailable, from_rpc_error
 from penstock.router.aio import is_cancelled, until_first, until_silent
 from penstock.router.backend_targets import scheme_of
@@ -22,7 +23,7 @@ from penstock.router.backends.load_report import LoadReport, from_load
 from penstock.router.backends.load_view import LoadView
 from penstock.router.backends.outcome_count import OutcomeCount
 from penstock.router.backends.outliers import Outcome, Outliers, Probe, outcome_of
-from penstock.router.backends.prefix_index import PrefixIndex
+from penstock.router.backends.prefix_index import BlockNames, PrefixIndex
 from penstock.router.backends.session import FORGOTTEN_LOOKS, STEP_REASONS, BackendSession
 from penstock.router.config import RouterConfig
 from penstock.router.engines.backend_connection import BackendCalls, BackendConnection
@@ -52,10 +53,11 @@ class Backend:
         *,
         tokenizer_fingerprint: Callable[[], str],
         on_change: Callable[[], None],
+        on_kept: Callable[[Backend, Sequence[int]], None],
         crashes: CrashLog,
         outliers: Outliers,
     ) -> None:
-        """Make it; `link.run` connects. `on_change`: its state changed."""
+        """Make it; `link.run` connects. `on_change`: its state changed; `on_kept`: it told of blocks of these names."""
         self.where = where
         # True for a generation service of ours; False for another engine.
         self.is_own = not scheme_of(where.target)
@@ -73,6 +75,7 @@ class Backend:
         self._detokenizer = detokenizer
         self._metrics = metrics
         self._on_change = on_change
+        self._on_kept = on_kept
         self._outliers = outliers
         self._prefixes = PrefixIndex(config.max_known_blocks)
         # Of the present connection; None between two.
@@ -105,13 +108,17 @@ class Backend:
 
     def match(self, hashes: Sequence[int]) -> int:
         """Number of leading blocks that it probably has cached."""
-        return self._prefixes.match(hashes)
+        return self._prefixes.match(self._names(hashes))
+
+    def _names(self, hashes: Sequence[int]) -> Sequence[int]:
+        """Return the names by which it knows blocks: another engine has no salt."""
+        return hashes if self.is_own or not isinstance(hashes, BlockNames) else hashes.plain
 
     def submit(self, state: RequestState, command: generation_pb2.SessionRequest, probe: Probe | None = None) -> None:
         """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
         if self._session is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
-        self._prefixes.add(state.spec.prefix_hashes)
+        self._prefixes.add(self._names(state.spec.prefix_hashes))
         self._metrics.backend_requests(self.where.target).inc()
         if state.spec.demand is not None:
             self.load.note_sent(state.spec.demand)
@@ -133,7 +140,7 @@ class Backend:
         """
         if self._connection is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
-        self._prefixes.add(hashes)
+        self._prefixes.add(self._names(hashes))
         self._metrics.backend_requests(self.where.target).inc()
         self._callers.append(suspect)
         outcome = Outcome.NEUTRAL
@@ -173,7 +180,8 @@ class Backend:
         # Blocks of tokens: each group of layers has some for the same tokens.
         bundle = sum(group.num_blocks for group in info.kv.groups) or 1
         blocks = info.kv.num_blocks // bundle or self._config.max_known_blocks
-        self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
+        most = self._config.max_known_blocks
+        self._prefixes = PrefixIndex(min(blocks, most), most)
         call = await connection.open_session()
         session = BackendSession(
             call,
@@ -222,7 +230,11 @@ class Backend:
     async def _watch_load(self, connection: BackendConnection) -> None:
         async with contextlib.aclosing(connection.watch_loads()) as reports:
             async for report in reports:
-                self._take_report(from_load(report))
+                told = report.prefixes
+                if told.scheme == SCHEME:
+                    self._prefixes.take(told.kept, told.gone, begins_anew=told.begins_anew)
+                    self._on_kept(self, told.kept)
+                self._take_report(from_load(report.load))
 
     def _take_report(self, report: LoadReport) -> None:
         was_full = self.load.is_full

@@ -104,6 +104,10 @@ class Policy(Generic[CandidateT]):
                 self._sessions.popitem(last=False)
         return chosen
 
+    def note_kept(self, candidate: CandidateT, names: Sequence[int]) -> None:
+        """Note blocks that a backend told of: where many are, it is asked for prompts with these."""
+        self._holders.note(names, candidate)
+
     def _some_of(self, candidates: Sequence[CandidateT], hashes: Sequence[int], session: str) -> list[CandidateT]:
         """Return the next ones in turn, those that have a beginning of the prompt, and the session's.
 

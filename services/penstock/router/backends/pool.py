@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
@@ -36,15 +36,18 @@ class BackendPool:
         tokenizer_fingerprint: Callable[[], str],
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
+        on_kept: Callable[[Backend, Sequence[int]], None],
         resolver: Resolver = resolve,
     ) -> None:
-        """Make it. `on_change`: some backend's state changed. `on_failure`: a bug ended a task that must not end."""
+        """Make it. `on_change`: some backend's state changed. `on_failure`: a bug ended a task that must not end.
+        `on_kept`: one of a crowd, of which not all are compared, told of cached blocks with these names."""
         self._config = config
         self._detokenizer = detokenizer
         self._metrics = metrics
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = on_change
         self._on_failure = on_failure
+        self._on_kept = on_kept
         self._targets = config.backend
         self._targets_changed = Wakeup()
         self._discovery = Discovery(config, resolver, on_change=self._targets_changed.set, spawn=self._spawn)
@@ -278,6 +281,7 @@ class BackendPool:
             self._metrics,
             tokenizer_fingerprint=self._tokenizer_fingerprint,
             on_change=self._on_change,
+            on_kept=self._note_kept,
             crashes=self.crashes,
             outliers=self.outliers,
         )
@@ -285,6 +289,10 @@ class BackendPool:
         self._forget_ready()
         self._tasks[where] = self._spawn(backend.link.run())
         _log.info("backend found", backend=where.address, target=where.target)
+
+    def _note_kept(self, backend: Backend, names: Sequence[int]) -> None:
+        if len(self._backends) > self._config.max_compared_backends:
+            self._on_kept(backend, names)
 
     def _remove(self, where: BackendAddress) -> None:
         self._tasks.pop(where).cancel()

@@ -1,4 +1,4 @@
-"""Memory of the backends that prefixes were sent to: of many backends only these are asked for a match."""
+"""Memory of the backends that have prefixes: of many backends only these are asked for a match."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Generic, TypeVar
 HolderT = TypeVar("HolderT")
 # Backends of one prefix: those that got it last.
 _MOST_HOLDERS = 8
+# Of the blocks that backends tell one in so many is remembered, by its name: a prefix has several.
+_TOLD_SHARE = 4
 
 
 class PrefixHolders(Generic[HolderT]):
     """Holders of at most `capacity` prefixes, least recently used first.
 
-    Of a prompt the prefixes of 1, 2, 4, 8 … blocks and the whole one are remembered. A holder may have lost them.
+    Of a prompt that was sent the prefixes of 1, 2, 4, 8 … blocks and the whole one are remembered, of what backends
+    tell every fourth or so. A holder may have lost them.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,14 +34,22 @@ class PrefixHolders(Generic[HolderT]):
 
     def add(self, hashes: Sequence[int], holder: HolderT) -> None:
         """Remember that a prompt was sent to `holder`."""
-        known, length = self._holders, 1
+        length = 1
         ends = {len(hashes)} if hashes else set()
         while length < len(hashes):
             ends.add(length)
             length *= 2
-        for end in ends:
-            others = [one for one in known.get(hashes[end - 1], ()) if one() not in (None, holder)]
-            known[hashes[end - 1]] = (*others[-_MOST_HOLDERS + 1 :], weakref.ref(holder))
-            known.move_to_end(hashes[end - 1])
+        self._put([hashes[end - 1] for end in ends], holder)
+
+    def note(self, names: Sequence[int], holder: HolderT) -> None:
+        """Remember blocks that `holder` told of."""
+        self._put([name for name in names if not name % _TOLD_SHARE], holder)
+
+    def _put(self, names: Sequence[int], holder: HolderT) -> None:
+        known, own = self._holders, weakref.ref(holder)
+        for name in names:
+            others = [one for one in known.get(name, ()) if one() not in (None, holder)]
+            known[name] = (*others[-_MOST_HOLDERS + 1 :], own)
+            known.move_to_end(name)
         while len(known) > self._capacity:
             known.popitem(last=False)

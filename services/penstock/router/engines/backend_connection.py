@@ -46,8 +46,8 @@ class BackendConnection(Protocol):
     async def open_session(self) -> StreamCall[generation_pb2.SessionResponse]:
         """Open a session: a stream of requests in, and of their events out."""
 
-    def watch_loads(self) -> AsyncGenerator[admin_pb2.Load]:
-        """Yield reports of its load."""
+    def watch_loads(self) -> AsyncGenerator[admin_pb2.WatchLoadResponse]:
+        """Yield reports of its load, and of its cached prefixes where it tells them."""
 
     def watch_health(self) -> AsyncGenerator[bool]:
         """Yield True while it serves, else False, now and at every change."""

@@ -57,6 +57,8 @@ class EngineCodec(Protocol):
     constraints: frozenset[str]
     # Calls with a single answer that it has.
     calls: frozenset[str]
+    # True: it may tell of its cached blocks (SubscribeKvEvents).
+    tells_blocks: bool
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
         """Make the stub of its service."""

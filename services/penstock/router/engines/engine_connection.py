@@ -17,6 +17,7 @@ from penstock.common.errors import InvalidArgument, PenstockError, Unavailable
 from penstock.common.logging import get_logger
 from penstock.engines import smg_common_pb2
 from penstock.router.config import RouterConfig
+from penstock.router.engines.engine_blocks import EngineBlocks
 from penstock.router.engines.engine_calls import EngineCalls
 from penstock.router.engines.engine_codec import EngineCodec
 from penstock.router.engines.engine_model import EngineModel, read_model
@@ -36,6 +37,8 @@ _NO_FILES = (
 )
 # Answers of an engine without the standard health service, or with one that does not know its protocol.
 _NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
+# Answers of an engine that tells nothing of its cache: an older one, or one that was not started for it.
+_NO_EVENTS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
 # Blocks in which a share of memory is told.
 _BLOCKS = 1000
 _log = get_logger("penstock.router")
@@ -54,6 +57,8 @@ class EngineConnection:
         self._health = health_pb2_grpc.HealthStub(channel.for_stubs)
         self._model: EngineModel | None = None
         self._session: EngineSession | None = None
+        # What it tells of its cached blocks; None: nothing, or its blocks have no size.
+        self._blocks: EngineBlocks | None = None
         suffix, numbers = secrets.token_hex(4), itertools.count()
         self.calls = EngineCalls(
             codec, self._stub, lambda: self._require_model(), lambda: f"call-{suffix}-{next(numbers)}"
@@ -78,6 +83,9 @@ class EngineConnection:
         self._model = read_model(
             told, await self._bundle(told), self._codec.sizes(server), kv_tokens, self._codec.max_top_logprobs
         )
+        block_size = self._model.info.kv.block_size
+        if self._codec.tells_blocks and self._config.prefix_reports and block_size:
+            self._blocks = EngineBlocks(block_size, self._config.max_known_blocks)
         # No engine tells whether its cache is on.
         _log.warning(
             "the engine's prefix cache, if it is on, is shared by all tenants and values of cache_salt: its protocol "
@@ -94,8 +102,19 @@ class EngineConnection:
         )
         return self._session
 
-    async def watch_loads(self) -> AsyncGenerator[admin_pb2.Load]:
+    async def watch_loads(self) -> AsyncGenerator[admin_pb2.WatchLoadResponse]:
         """See BackendConnection."""
+        following = asyncio.create_task(self._follow_blocks(self._blocks)) if self._blocks is not None else None
+        try:
+            async with contextlib.aclosing(self._loads()) as loads:
+                async for load in loads:
+                    changes = self._blocks.changes() if self._blocks is not None else None
+                    yield admin_pb2.WatchLoadResponse(load=load, prefixes=changes)
+        finally:
+            if following is not None:
+                following.cancel()
+
+    async def _loads(self) -> AsyncGenerator[admin_pb2.Load]:
         request = self._codec.messages.GetLoadsRequest()
         while True:
             told = await self._ask(self._stub.GetLoads, request)
@@ -113,6 +132,22 @@ class EngineConnection:
                 state=common_pb2.MODEL_STATE_READY,
             )
             await asyncio.sleep(self._poll_seconds)
+
+    async def _follow_blocks(self, blocks: EngineBlocks) -> None:
+        """Take the events of the engine's cache while it tells them. What it told before a loss does not count."""
+        while True:
+            events = self._stub.SubscribeKvEvents(smg_common_pb2.SubscribeKvEventsRequest())
+            blocks.begin()
+            try:
+                async for batch in events:
+                    blocks.take(batch)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _NO_EVENTS:
+                    return
+                _log.warning("the engine's cache events ended", backend=self._target, code=error.code().name)
+            finally:
+                events.cancel()
+            await asyncio.sleep(self._config.reconnect_max_seconds)
 
     async def watch_health(self) -> AsyncGenerator[bool]:
         """See BackendConnection."""

@@ -40,14 +40,16 @@ class OwnConnection:
         # Messages that wait are parsed as one: a message is a list of events, and merging joins the lists.
         return await self._channel.open_stream(f"/{GENERATION_NAME}/Session", parse, joins=True)
 
-    async def watch_loads(self) -> AsyncGenerator[admin_pb2.Load]:
+    async def watch_loads(self) -> AsyncGenerator[admin_pb2.WatchLoadResponse]:
         """See BackendConnection."""
         stub = admin_pb2_grpc.GenerationAdminServiceStub(self._channel.for_stubs)
-        request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
+        request = admin_pb2.WatchLoadRequest(
+            min_interval_seconds=self._config.load_interval_seconds, prefixes=self._config.prefix_reports
+        )
         reports = stub.WatchLoad(request)
         try:
             async for response in reports:
-                yield response.load
+                yield response
         finally:
             reports.cancel()
 

@@ -35,6 +35,7 @@ class SglangCodec:
     params: frozenset[str] = frozenset(("logit_bias",))
     constraints: frozenset[str] = frozenset(kind.value for kind in _CONSTRAINTS)
     calls: frozenset[str] = frozenset(("Score",))
+    tells_blocks = False
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
         """See EngineCodec."""

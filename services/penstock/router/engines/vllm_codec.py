@@ -34,6 +34,7 @@ class VllmCodec:
     params: frozenset[str] = frozenset(("logit_bias", "prompt_logprobs"))
     constraints: frozenset[str] = frozenset(kind.value for kind in ConstraintKind)
     calls: frozenset[str] = frozenset(("Score", "Embed"))
+    tells_blocks = True
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
         """See EngineCodec."""

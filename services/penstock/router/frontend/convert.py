@@ -13,7 +13,7 @@ from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.common.pace import Demand
 from penstock.common.unknown_fields import refuse_unknown_fields
 from penstock.generation.options.table import CONFIG
-from penstock.router.backends.prefix_index import content_hashes, routing_hashes
+from penstock.router.backends.prefix_index import BlockNames, content_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.requests import prompt_length
 from penstock.router.requests.delta_buffer import PendingDelta
@@ -127,7 +127,7 @@ def num_prompt_tokens(prompt: Prompt, request: PublicRequest) -> int:
 def prefix_hashes(prompt: Prompt, request: PublicRequest, block_size: int, salt: str, max_blocks: int) -> list[int]:
     """Return at most `max_blocks` hashes of the blocks at the head of a prompt of ids, or of embeddings alone."""
     if isinstance(request, text_pb2.ChatRequest) or not request.HasField("inputs_embeds"):
-        return routing_hashes(prompt.token_ids, block_size, salt, max_blocks)
+        return BlockNames(prompt.token_ids, block_size, salt, max_blocks)
     data, rows = request.inputs_embeds.data, max(1, prompt_length.num_embeds(request))
     return content_hashes(data, block_size * max(1, len(data) // rows), f"embeds:{salt}", max_blocks)
 
@@ -374,11 +374,6 @@ def to_decode_options(
 def cache_salt(tenant: str, client_salt: str) -> str:
     """Salt within which prefix blocks are shared: the tenant's, narrowed by the client's own."""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{client_salt}".encode()).hexdigest()
-
-
-def routing_salt(salt: str, adapter: str) -> str:
-    """Salt of the hashes that choose a backend: each adapter computes its own prefixes."""
-    return f"{adapter}:{salt}" if adapter else salt
 
 
 def session_key(tenant: str, session_id: str, adapter: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from penstock.common.block_hashes import routing_salt
 from penstock.common.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -189,7 +190,7 @@ class _StreamedCall:
         request, parts = self._request, self._parts
         info = self._info()
         salt = convert.cache_salt(tenant, request.cache_salt)
-        routing_salt = convert.routing_salt(salt, self._adapter)
+        names_salt = routing_salt(salt, self._adapter)
         block_size = info.kv.block_size if info is not None else 0
         spec = RequestSpec(
             request_id=request_id,
@@ -212,9 +213,7 @@ class _StreamedCall:
             adapter=self._adapter,
             demand=replace(demand, prompt_tokens=convert.num_prompt_tokens(prompt, request)),
             session=convert.session_key(tenant, request.session_id, self._adapter),
-            prefix_hashes=convert.prefix_hashes(
-                prompt, request, block_size, routing_salt, parts.config.max_prefix_blocks
-            )
+            prefix_hashes=convert.prefix_hashes(prompt, request, block_size, names_salt, parts.config.max_prefix_blocks)
             if block_size
             else [],
             warnings=convert.warnings_of(request, prompt, hides_tools=parts.pipeline.hides_tools),

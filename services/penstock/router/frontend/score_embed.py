@@ -10,17 +10,18 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from penstock.common.block_hashes import routing_salt
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id
 from penstock.common.tracing import exemplar, stage
 from penstock.router.backends.forecast import Forecast
 from penstock.router.backends.pool import BackendPool
-from penstock.router.backends.prefix_index import routing_hashes
+from penstock.router.backends.prefix_index import BlockNames
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.admission import Admission, fair_share_key, serving_tenant, tenant_of
-from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt, routing_salt
+from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
 from penstock.router.keys.key_account import KeyAccount
@@ -200,10 +201,10 @@ class ScoreEmbedFlow:
     async def _ask(self, method: str, ask: Any, call: _CallFacts, prompt: Sequence[int], salt: str) -> Any:
         """Return a backend's answer; a backend that probably has the first prompt cached is asked first."""
         info = self.pool.models.get(call.model)
-        hashes: list[int] = []
+        hashes: Sequence[int] = ()
         if prompt and info is not None and info.kv.block_size:
             keyed = routing_salt(salt, call.adapter)
-            hashes = routing_hashes(list(prompt), info.kv.block_size, keyed, self.config.max_prefix_blocks)
+            hashes = BlockNames(list(prompt), info.kv.block_size, keyed, self.config.max_prefix_blocks)
         try:
             return await self.attempts.run(
                 ask, model=call.model, adapter=call.adapter, hashes=hashes, deadline=call.deadline, method=method

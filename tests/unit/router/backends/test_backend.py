@@ -42,6 +42,7 @@ class Connected:
             RouterMetrics(CollectorRegistry()),
             tokenizer_fingerprint=str,
             on_change=lambda: None,
+            on_kept=lambda backend, names: None,
             crashes=CrashLog(lambda: None),
             outliers=self.outliers,
         )

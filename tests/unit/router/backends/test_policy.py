@@ -175,6 +175,34 @@ def test_salt_separates_tenants() -> None:
     assert index.match(routing_hashes(range(64), 16, "two", 10)) == 0
 
 
+def test_what_a_backend_tells_takes_the_place_of_what_was_sent() -> None:
+    index = PrefixIndex(100)
+    index.add(PROMPT)
+    index.take(PROMPT, [], begins_anew=True)
+    assert index.match(PROMPT) == 4
+    index.take([], PROMPT[2:], begins_anew=False)
+    assert index.match(PROMPT) == 2
+    # A restart, or a reader that was too far behind.
+    index.take(PROMPT[:1], [], begins_anew=True)
+    assert index.match(PROMPT) == 1
+
+
+def test_what_was_sent_counts_until_the_backend_tells_of_it() -> None:
+    index = PrefixIndex(100)
+    index.take([], [], begins_anew=True)
+    index.add(PROMPT)
+    index.take([1, 2], [3], begins_anew=False)
+    assert index.match(PROMPT) == 4
+
+
+def test_what_is_told_is_bounded() -> None:
+    index = PrefixIndex(100, most_told=3)
+    index.take(PROMPT, [], begins_anew=True)
+    assert (len(index), index.match(PROMPT)) == (3, 3)
+    index.take([7], PROMPT[:2], begins_anew=False)
+    assert (len(index), index.match([7])) == (2, 1)
+
+
 def test_index_is_bounded_and_keeps_the_heads() -> None:
     index = PrefixIndex(3)
     index.add(PROMPT)
@@ -242,6 +270,16 @@ def test_of_a_crowd_the_one_with_the_prefix_is_found_wherever_it_stands() -> Non
     # Nor does one that is no candidate any more.
     first.prefixes.add(PROMPT)
     assert choose.choose([one for one in many if one is not first], PROMPT) is not first
+
+
+def test_of_a_crowd_the_one_that_told_of_a_prefix_is_found() -> None:
+    many, _ = crowd(1000)
+    long = routing_hashes(range(1024), 16, "salt", 100)
+    many[700].prefixes.take(long, [], begins_anew=True)
+    choose = policy()
+    choose.note_kept(many[700], long)
+    asked = routing_hashes([*range(1024), *range(5000, 5064)], 16, "salt", 100)
+    assert [choose.choose(many, asked) for _ in range(3)] == [many[700]] * 3
 
 
 def test_in_a_crowd_a_session_stays_and_requests_are_spread() -> None:

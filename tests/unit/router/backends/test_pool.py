@@ -36,6 +36,7 @@ def make_pool(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[BackendPool,
         tokenizer_fingerprint=lambda: "",
         on_change=lambda: None,
         on_failure=lambda error: None,
+        on_kept=lambda backend, names: None,
     )
     pool._apply({one: {BackendAddress(one, one)} for one in addresses(count)})
     return pool, registry
