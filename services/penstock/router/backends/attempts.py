@@ -252,6 +252,7 @@ class Attempts:
             session=spec.session,
             is_given_up=lambda: state.closed,
             ability=ability,
+            is_idle_only=spec.is_idle_only,
         )
         backend = await self._wait_for_turn(turn, patience)
         while backend is None and not state.closed and not self._is_shared(suspect):
@@ -271,6 +272,8 @@ class Attempts:
         hashes: Sequence[int],
         lost_on: set[str],
         ability: Ability | None = None,
+        *,
+        is_idle_only: bool = False,
     ) -> tuple[Backend | None, CallProbation | None]:
         """Wait for a backend for a call with a single answer that was lost. The probation's `end` must be called in
         any case."""
@@ -282,14 +285,14 @@ class Attempts:
             made.append(CallProbation(suspect, now))
             return made[0]
 
-        turn = self._turn(suspect, where, hashes, lost_on, begin, ability=ability)
+        turn = self._turn(suspect, where, hashes, lost_on, begin, ability=ability, is_idle_only=is_idle_only)
         backend = await self._wait_for_turn(turn, patience)
         if backend is not None:
             return backend, made[0]
         while not self._is_shared(suspect):
             if adapter:
                 await self.adapters.bring(model, adapter, patience.left())
-            backend = self.choose(model, hashes, lost_on, adapter=adapter, ability=ability)
+            backend = self.choose(model, hashes, lost_on, adapter=adapter, ability=ability, is_idle_only=is_idle_only)
             left = patience.left()
             if backend is not None or left <= 0:
                 break
@@ -310,12 +313,14 @@ class Attempts:
         session: str = "",
         is_given_up: Callable[[], bool] = lambda: False,
         ability: Ability | None = None,
+        is_idle_only: bool = False,
     ) -> SuspectTurn:
         def choose(free: Sequence[Backend]) -> Backend:
             if self._is_shared(suspect):
                 # Where a crash costs least; but who has shown only that it does no harm alone needs company.
                 return min(free, key=lambda one: (needs_company and not one.in_flight, one.in_flight))
-            return self._policy.choose(free, hashes, session=session, avoid=lost_on) or free[0]
+            chosen = self._policy.choose(free, hashes, session=session, avoid=lost_on, is_idle_only=is_idle_only)
+            return chosen or free[0]
 
         needs_company = any(suspect.number in crash.past_probation for crash in suspect.crashes)
         bring = partial(self.adapters.bring, *where) if where[1] else None

@@ -64,7 +64,7 @@ class Backend:
         self.link = Link(
             where, config, tokenizer_fingerprint=tokenizer_fingerprint, serve=self._serve, on_change=on_change
         )
-        self.load = LoadView(lambda: self.in_flight, lambda: self._session.idle_in_flight if self._session else 0)
+        self.load = LoadView(lambda: self.in_flight, lambda: self._idle_in_flight)
         self.adapters = BackendAdapters(self.link, config, on_change)
         verdict_seconds = config.death_verdict_seconds
         self._crashes = CrashWatch(
@@ -83,6 +83,7 @@ class Backend:
         self._connection: BackendConnection | None = None
         # Requests of the calls with a single answer.
         self._callers: list[Suspect] = []
+        self._idle_callers = 0
 
     @property
     def key(self) -> str:
@@ -93,6 +94,11 @@ class Backend:
     def in_flight(self) -> int:
         """Number of our requests at this backend, calls with a single answer included."""
         return len(self._callers) + (self._session.in_flight if self._session is not None else 0)
+
+    @property
+    def _idle_in_flight(self) -> int:
+        """Number of those that use idle capacity only."""
+        return self._idle_callers + (self._session.idle_in_flight if self._session is not None else 0)
 
     def suspects(self) -> list[Suspect]:
         """Return our requests at this backend, in the eyes of those who look for the cause of a crash."""
@@ -131,11 +137,13 @@ class Backend:
         deadline: float | None,
         suspect: Suspect,
         probe: Probe | None = None,
+        *,
+        is_idle_only: bool = False,
     ) -> AnswerT:
         """Make one call with a single answer.
 
         `deadline` is a time of time.monotonic(); `hashes` are blocks that the backend will have cached; `suspect` is
-        who makes it, if the backend crashes.
+        who makes it, if the backend crashes; `is_idle_only`: it uses idle capacity only.
         Raises the backend's error; Unavailable BACKEND_LOST when the backend was lost meanwhile.
         """
         if self._connection is None:
@@ -143,6 +151,7 @@ class Backend:
         self._prefixes.add(self._names(hashes))
         self._metrics.backend_requests(self.where.target).inc()
         self._callers.append(suspect)
+        self._idle_callers += is_idle_only
         outcome = Outcome.NEUTRAL
         try:
             answer = await call(self._connection.calls, None if deadline is None else deadline - time.monotonic())
@@ -171,6 +180,7 @@ class Backend:
             raise backend_lost() from None
         finally:
             self._callers.remove(suspect)
+            self._idle_callers -= is_idle_only
             self._outcomes.note(outcome, probe)
 
     async def _serve(

@@ -59,9 +59,10 @@ class UnaryAttempts:
         deadline: float | None,
         adapter: str = "",
         method: str = "",
+        is_idle_only: bool = False,
     ) -> AnswerT:
         """Return the first answer. `deadline` is a time of time.monotonic(). `method` is the call's name (`Score`),
-        which not every backend has; empty: all have it.
+        which not every backend has; empty: all have it. `is_idle_only`: it uses idle capacity only.
 
         Raises the backend's error when it is about the request itself; Unavailable when no backend could answer,
         Internal POISON when the backends that ran it crashed.
@@ -77,10 +78,12 @@ class UnaryAttempts:
         suspect = Suspect(time.monotonic())
         attempt = 0
         while True:
-            backend, probe, probation = await self._choose(where, hashes, lost_on, suspect, ability, first=attempt == 0)
+            backend, probe, probation = await self._choose(
+                where, hashes, lost_on, suspect, ability, first=attempt == 0, is_idle_only=is_idle_only
+            )
             try:
                 with stage(f"attempt {attempt + 1}", SpanKind.CLIENT, {"server.address": backend.key}):
-                    answer = await backend.call(call, hashes, deadline, suspect, probe)
+                    answer = await backend.call(call, hashes, deadline, suspect, probe, is_idle_only=is_idle_only)
             except BaseException as error:
                 if probation is not None:
                     probation.end(has_passed=False)
@@ -116,17 +119,22 @@ class UnaryAttempts:
         ability: Ability | None,
         *,
         first: bool,
+        is_idle_only: bool,
     ) -> tuple[Backend, Probe | None, CallProbation | None]:
         model, adapter = where
         if not first:
-            moved, probation = await self._attempts.wait_for_place(suspect, where, hashes, lost_on, ability)
+            moved, probation = await self._attempts.wait_for_place(
+                suspect, where, hashes, lost_on, ability, is_idle_only=is_idle_only
+            )
             if moved is None:
                 raise self._attempts.nowhere(*where, ability)
             return moved, None, probation
         probed = self._pool.to_probe(*where)
         if probed is not None and (ability is None or ability.has(probed)):
             return probed, self._pool.outliers.begin_probe(probed.key), None
-        backend = self._attempts.choose(model, hashes, lost_on, adapter=adapter, ability=ability)
+        backend = self._attempts.choose(
+            model, hashes, lost_on, adapter=adapter, ability=ability, is_idle_only=is_idle_only
+        )
         if backend is None:
             raise self._attempts.nowhere(*where, ability)
         return backend, None, None

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from penstock.common.block_hashes import routing_salt
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
+from penstock.common.idle_only import IDLE_TENANT
 from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id
 from penstock.common.tracing import exemplar, stage
@@ -207,7 +208,13 @@ class ScoreEmbedFlow:
             hashes = BlockNames(list(prompt), info.kv.block_size, keyed, self.config.max_prefix_blocks)
         try:
             return await self.attempts.run(
-                ask, model=call.model, adapter=call.adapter, hashes=hashes, deadline=call.deadline, method=method
+                ask,
+                model=call.model,
+                adapter=call.adapter,
+                hashes=hashes,
+                deadline=call.deadline,
+                method=method,
+                is_idle_only=call.served_as == IDLE_TENANT,
             )
         except InvalidArgument as error:
             raise InvalidArgument(_public(error.field or ""), error.description, reason=error.reason) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from penstock.http2.client_connection import rpc_error
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.discovery import BackendAddress
+from penstock.router.backends.load_report import LoadReport
 from penstock.router.backends.outliers import Outcome, Probe
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
@@ -87,3 +89,21 @@ async def test_of_a_broken_step_only_those_in_it_may_be_the_cause() -> None:
     await connected.call(step_failed(), culprit)
     await connected.call(broken(), Suspect(0.0))
     assert ([crash.is_confirmed for crash in culprit.crashes], beside.crashes) == ([None], [])
+
+
+async def test_calls_of_idle_capacity_are_not_waited_for_by_others() -> None:
+    backend, may_end = Connected().backend, asyncio.Event()
+    backend.load.take(LoadReport(idle_only_requests=0))
+
+    async def wait(*_: Any) -> None:
+        await may_end.wait()
+
+    calls = [
+        asyncio.ensure_future(backend.call(wait, (), None, Suspect(0.0), is_idle_only=is_idle_only))
+        for is_idle_only in (True, True, False)
+    ]
+    await asyncio.sleep(0)
+    assert (backend.load.requests, backend.load.pressing) == (3, 1)
+    may_end.set()
+    await asyncio.gather(*calls)
+    assert (backend.load.requests, backend.load.pressing) == (0, 0)

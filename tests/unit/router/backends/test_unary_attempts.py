@@ -24,11 +24,13 @@ class Backends:
     def __init__(self, losses: list[bool]) -> None:
         self.crashes = CrashLog(lambda: None)
         self.calls = 0
+        # Backends in the order of their calls.
+        self.called: list[str] = []
         self._losses = losses
         self._all: list[Any] = [
             SimpleNamespace(
                 key=key,
-                call=self.call,
+                call=partial(self.call, key),
                 load=SimpleNamespace(requests=0.0, pressing=0.0, is_full=False, kv_pressure=0.0),
                 in_flight=0,
                 match=lambda _: 0,
@@ -49,8 +51,9 @@ class Backends:
     def wake(self) -> None:
         """Nobody waits."""
 
-    async def call(self, _: Any, __: Any, ___: Any, suspect: Any, probe: Any) -> str:
+    async def call(self, key: str, _: Any, __: Any, ___: Any, suspect: Any, probe: Any, **____: Any) -> str:
         assert probe is None
+        self.called.append(key)
         self.calls += 1
         if self.calls > len(self._losses):
             return "answer"
@@ -58,12 +61,14 @@ class Backends:
         raise Unavailable("the backend was lost", reason="BACKEND_LOST")
 
 
-async def answer(backends: Any) -> Any:
+async def answer(backends: Any, **fields: Any) -> Any:
     config, metrics = RouterConfig(), RouterMetrics(CollectorRegistry())
     policy: Policy[Any] = Policy(PolicyConfig())
     attempts = Attempts(backends, policy, config, metrics)
     call: Any = None
-    return await UnaryAttempts(backends, attempts, config, metrics).run(call, model="", hashes=(), deadline=None)
+    return await UnaryAttempts(backends, attempts, config, metrics).run(
+        call, model="", hashes=(), deadline=None, **fields
+    )
 
 
 async def test_connections_that_end_are_no_crashes() -> None:
@@ -77,6 +82,17 @@ async def test_two_crashes_are_not_followed_by_a_third_try() -> None:
         await answer(backends)
     assert caught.value.reason == "POISON"
     assert backends.calls == 2
+
+
+async def test_calls_of_idle_capacity_go_where_they_wait_for_the_fewest_also_after_a_loss() -> None:
+    chosen = []
+    for fields in ({}, {"is_idle_only": True}):
+        backends = Backends([False])
+        for one, (requests, pressing) in zip(backends.usable(), ((9, 0), (1, 1), (2, 2), (9, 0)), strict=True):
+            one.load.requests, one.load.pressing = requests, pressing
+        assert await answer(backends, **fields) == "answer"
+        chosen.append(sorted(backends.called))
+    assert chosen == [["a", "d"], ["b", "c"]]
 
 
 class Together:
@@ -117,7 +133,7 @@ class Together:
         await asyncio.sleep(0)
         return True
 
-    async def _call(self, key: str, _: Any, __: Any, ___: Any, suspect: Any, ____: Any) -> str:
+    async def _call(self, key: str, _: Any, __: Any, ___: Any, suspect: Any, ____: Any, **_____: Any) -> str:
         tries = self._tries[suspect] = self._tries.get(suspect, 0) + 1
         if tries <= 2:
             await self._lose(suspect)
