@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import zipfile
@@ -17,7 +18,9 @@ from factories.servers.generation import Client, generation_service, request
 from penstock.common.errors import from_rpc_error
 from penstock.engines import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from penstock.engines.vllm_engine_pb2 import SamplingParams
-from penstock.v1 import model_pb2
+from penstock.router.backends.prefix_index import PrefixIndex, routing_hashes
+from penstock.router.engines.engine_blocks import EngineBlocks
+from penstock.v1 import admin_pb2, model_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = list(range(5, 25))
@@ -197,3 +200,33 @@ async def test_draining_shows_as_unhealthy(folder: Path) -> None:
         told = await stub_of(own).HealthCheck(vllm_engine_pb2.HealthCheckRequest())
         assert not told.healthy
         service._lifecycle.resume()
+
+
+async def test_cache_events_tell_what_a_gateway_finds_by_a_prompt(folder: Path) -> None:
+    """In the names of our own router: it reads the same events of vLLM."""
+    async with generation_service(folder, vllm_engine=True) as running:
+        size = (await running.model.GetModelInfo(model_pb2.GetModelInfoRequest())).kv.block_size
+        events = stub_of(running).SubscribeKvEvents(smg_common_pb2.SubscribeKvEventsRequest())
+        first, asked = asyncio.ensure_future(events.read()), 0
+        while not first.done():
+            # Until the service has begun to note them.
+            asked += 1
+            await running.generate(request([asked] * 40))
+        blocks, index = EngineBlocks(size, 1000), PrefixIndex(1000)
+        prompt = list(range(100, 170))
+        names = routing_hashes(prompt, size, "", 100)
+        await running.generate(request(prompt))
+        blocks.take(await first)
+        async with asyncio.timeout(60):
+            while index.match(names) < len(names):
+                if (told := blocks.changes()) is not None:
+                    index.take(told.kept, told.gone, begins_anew=told.begins_anew)
+                else:
+                    blocks.take(await events.read())
+        await running.admin.ClearCache(admin_pb2.ClearCacheRequest())
+        async with asyncio.timeout(60):
+            while index.match(names):
+                blocks.take(await events.read())
+                if (told := blocks.changes()) is not None:
+                    index.take(told.kept, told.gone, begins_anew=told.begins_anew)
+        events.cancel()

@@ -57,6 +57,7 @@ STUB_IMPORTERS = {
         "kserve/inference_service",
         "vllm/engine_messages",
         "vllm/engine_servicer",
+        "vllm/kv_events",
         "vllm/tokenizer_archive",
     },
     "cli": {path.relative_to(PACKAGE / "cli").with_suffix("").as_posix() for path in (PACKAGE / "cli").rglob("*.py")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
@@ -15,6 +16,7 @@ import grpc
 from penstock import __version__
 from penstock.common.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock.compat.vllm.engine_messages import AnswerWriter, renamed, to_generate
+from penstock.compat.vllm.kv_events import KvEventLog, KvEventStream
 from penstock.compat.vllm.tokenizer_archive import chunks_of, pack_tokenizer
 from penstock.engines import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from penstock.generation.delivery.streams import RequestStream
@@ -43,6 +45,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         # Packed tokenizer of a load, by the load's number.
         self._archive: tuple[int, bytes] | None = None
         self._packing = asyncio.Lock()
+        # Events of a load, by the load's number.
+        self._events: tuple[int, KvEventStream] | None = None
 
     async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Send one request's tokens and ends."""
@@ -188,6 +192,23 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 )
             ],
         )
+
+    async def SubscribeKvEvents(
+        self, request: smg_common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[smg_common_pb2.KvEventBatch]:
+        """Send which blocks of the KV pool can be found from now on, and which cannot any more."""
+        core = self._lifecycle.loaded()
+        if not core.loaded.engine.config.prefix_cache:
+            raise FailedPrecondition("there is no prefix cache (--no-prefix-cache)", reason="NO_PREFIX_CACHE")
+        number = self._lifecycle.num_loads
+        if self._events is None or self._events[0] != number:
+            # Nothing is noted before somebody asks.
+            log = KvEventLog(core.loaded.engine.config.block_size)
+            self._events = number, KvEventStream(log, core.hub)
+            await asyncio.wrap_future(core.loop.run_on_engine(log.follow))
+        async with contextlib.aclosing(self._events[1].read(request.start_sequence_number)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def GetTokenizer(
         self, request: smg_common_pb2.GetTokenizerRequest, context: Context

@@ -13,7 +13,7 @@ from penstock.generation.engine.host_block import HostBlock
 from penstock.generation.engine.host_pool import HostPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.sequence import Sequence
@@ -60,6 +60,8 @@ class BlockTables:
         self.host = host
         self.prefix_cache = prefix_cache
         self.copied_blocks = 0
+        # Called with a sequence, its salt, and the range of its blocks that are cached now.
+        self.on_cached: list[Callable[[Sequence, str, int, int], None]] = []
         self.groups = groups
         # Those with blocks that are given back, by their numbers.
         self.spans = tuple((number, group) for number, group in enumerate(groups) if group.span)
@@ -264,6 +266,8 @@ class BlockTables:
             for index in range(first, last):
                 self.pool.register(table.blocks[index], sequence.block_hashes[index])
         sequence.num_cached_blocks = last
+        for hear in self.on_cached:
+            hear(sequence, salt, first, last)
 
     def disown(self, sequence: Sequence) -> None:
         """Uncache the blocks of a sequence: their content cannot be trusted."""

@@ -321,6 +321,12 @@ class Engine:
         """Log of the prefixes that the pools keep, for readers on any thread; None: there is no prefix cache."""
         return self._scheduler.prefix_log
 
+    def hear_blocks(self, cached: Callable[[Sequence, str, int, int], None], gone: Callable[[bytes], None]) -> None:
+        """Let `cached` hear of a sequence, its salt, and the range of its blocks that are cached from now on in the
+        device's pool, and `gone` the hashes of those that are not any more."""
+        self._scheduler.tables.on_cached.append(cached)
+        self.device_blocks.on_forget.append(gone)
+
     @property
     def host_blocks(self) -> BlockPool | None:
         """Accounting of the host pool; None: there is none."""
