@@ -58,6 +58,10 @@ class GenerationApp:
         name, *aliases = [""] if config.empty else config.served_model_name or [model_name(config.model)]
         self._lifecycle = Lifecycle(name, aliases=tuple(aliases))
         self._metrics = GenerationMetrics(registry, name)
+        if config.vllm_engine:
+            from penstock.compat.vllm.engine_metrics import VllmEngineMetrics
+
+            registry.register(VllmEngineMetrics(self._lifecycle, config.max_adapters))
         self._holder = ModelHolder(config, self._lifecycle, self._metrics)
         self.failed = self._holder.failed
 

@@ -354,8 +354,8 @@ class GenerationServiceConfig(
     metrics_port: int | None = metrics_port_option(GENERATION_METRICS_PORT)
     vllm_engine: bool = option(
         False,
-        "Serve vLLM's gRPC protocol (VllmEngine), too: gateways that route to `vllm serve --grpc`, such as smg, then "
-        "route here.",
+        "Serve vLLM's gRPC protocol (VllmEngine), too, and the metrics that endpoint pickers read, by vLLM's names: "
+        "gateways that route to `vllm serve --grpc`, such as smg, then route here.",
         group="Network",
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from factories.models.adapters import lora_folder
 from factories.models.checkpoints import tiny_checkpoint
 from factories.servers.generation import Client, generation_service, request
 from penstock.common.errors import from_rpc_error
@@ -200,6 +201,28 @@ async def test_draining_shows_as_unhealthy(folder: Path) -> None:
         told = await stub_of(own).HealthCheck(vllm_engine_pb2.HealthCheckRequest())
         assert not told.healthy
         service._lifecycle.resume()
+
+
+async def test_metrics_have_the_names_that_pickers_read(folder: Path, tmp_path: Path) -> None:
+    """Queue, KV cache and adapters of the model-server protocol of the Gateway API's inference extension."""
+    lora_folder(tmp_path / "mine", folder, seed=1)
+    async with generation_service(folder, vllm_engine=True, lora=(f"mine={tmp_path / 'mine'}",)) as running:
+        info = await running.model.GetModelInfo(model_pb2.GetModelInfoRequest())
+        labels = {"model_name": info.model}
+        value = running.running.registry.get_sample_value
+        names = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+        assert [value(f"vllm:{name}", labels) for name in names] == [0.0, 0.0, 0.0]
+        cache = {"block_size": str(info.kv.block_size), "num_gpu_blocks": str(info.kv.num_blocks)}
+        assert value("vllm:cache_config_info", labels | cache) == 1.0
+        adapters = {"max_lora": "8", "running_lora_adapters": "mine", "waiting_lora_adapters": ""}
+        before = value("vllm:lora_requests_info", labels | adapters)
+        assert before is not None
+        assert before <= (value("vllm:lora_requests_info", labels | adapters) or 0.0)
+
+
+async def test_without_the_protocol_there_are_no_names_of_vllm(folder: Path) -> None:
+    async with generation_service(folder) as running:
+        assert not [one.name for one in running.running.registry.collect() if one.name.startswith("vllm:")]
 
 
 async def test_cache_events_tell_what_a_gateway_finds_by_a_prompt(folder: Path) -> None:
