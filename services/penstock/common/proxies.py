@@ -7,8 +7,8 @@ does not name, this machine's own included (https://github.com/grpc/grpc/blob/ma
 from __future__ import annotations
 
 import ipaddress
-from urllib.parse import urlsplit
 
+from penstock.common.addresses import shown_url
 from penstock.common.environment import current_environment
 
 # In grpc's order: the first that is set, in lower case.
@@ -53,8 +53,8 @@ def through_proxy(address: str) -> str:
     if found is None:
         return ""
     name, url = found
-    host = _host_of(address)
-    return f"connections to {host} go through the proxy {_shown(url)} of {name}; set no_proxy={host} to avoid it"
+    host, shown = _host_of(address), shown_url(url if "://" in url else f"http://{url}")
+    return f"connections to {host} go through the proxy {shown} of {name}; set no_proxy={host} to avoid it"
 
 
 def _host_of(address: str) -> str:
@@ -91,13 +91,3 @@ def _is_within(host: str, network: str) -> bool:
         return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
     except ValueError:
         return False
-
-
-def _shown(url: str) -> str:
-    """Return a proxy's URL without user and password."""
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-    except ValueError:
-        # It may still hold a password.
-        return "(not a URL)"
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
+from penstock.common.addresses import shown_url
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.gateway.response_store import StoreFailed
@@ -30,9 +31,7 @@ class RedisPlace:
 
         `timeout_seconds`: for each call to the server. `connections`: most connections to it.
         """
-        # The address for messages, without its password.
-        parts = urlsplit(url)
-        self._shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+        parts, self._shown = urlsplit(url), shown_url(url)
         try:
             from redis.asyncio import BlockingConnectionPool, Redis
             from redis.exceptions import RedisError

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from penstock.cli.client.connection import ConnectionConfig
+from penstock.common.addresses import shown_url
 from penstock.common.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -43,10 +44,10 @@ class GatewayCalls:
         parts = urlsplit(connection.address)
         if parts.hostname is None or parts.path.rstrip("/") not in ("", "/v1"):
             raise StartupError(
-                f"--endpoint {connection.address}: expected http://HOST:PORT, or host:port of a router",
+                f"--endpoint {shown_url(connection.address)}: expected http://HOST:PORT, or host:port of a router",
                 flag="--endpoint",
             )
-        self._shown = f"{parts.scheme}://{parts.netloc}"
+        self._shown = shown_url(connection.address)
         self._host, self._port = parts.hostname, parts.port
         self._seconds = connection.connect_timeout_seconds
         self._tls = _tls(connection) if parts.scheme == "https" else None
