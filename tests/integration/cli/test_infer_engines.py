@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from factories.servers.generation import generation_service
 from factories.servers.stack import free_port
+from penstock.cli.infer import engine_router
 from penstock.cli.infer.command import run_infer
 from penstock.cli.infer.engine_router import EngineRouter
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import StartupError
 from penstock.generator.generator import Generator
+from penstock.router.app import RouterApp
 
 LINES = ["The capital of France is", "Penstock", "One, two, three,"]
 
@@ -81,3 +83,24 @@ def test_a_wrong_endpoint_is_told_by_the_flag() -> None:
     with pytest.raises(StartupError) as caught, EngineRouter(None, "vllm://nowhere"):
         pass
     assert caught.value.flag == "--endpoint"
+
+
+async def test_what_stops_it_after_the_start_is_raised_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RouterApp] = []
+
+    class Noted(RouterApp):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(engine_router, "RouterApp", Noted)
+    async with generation_service(demo_folder(), vllm_engine=True) as service:
+        router = EngineRouter(None, f"vllm://{service.running.address}")
+
+        def use() -> None:
+            with router:
+                router._loop.call_soon_threadsafe(made[0].failed.set_result, RuntimeError("a task of its own ended"))
+                router._thread.join()
+
+        with pytest.raises(RuntimeError, match="a task of its own ended"):
+            await asyncio.to_thread(use)

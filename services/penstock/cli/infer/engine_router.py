@@ -27,7 +27,10 @@ _FLAG = "--endpoint"
 
 
 class EngineRouter:
-    """Tokenizer and router on free ports of loopback, in a thread of this process. A context manager: its address."""
+    """Tokenizer and router on free ports of loopback, in a thread of this process.
+
+    A context manager: its address. At its end it raises what stopped either of them before.
+    """
 
     def __init__(
         self, model: str | None, backends: str, *, start_seconds: float = RouterConfig.start_timeout_seconds
@@ -35,6 +38,8 @@ class EngineRouter:
         """`model`: with the tokenizer of the engine's model; `backends`: as the router's --backend."""
         self._model, self._backends, self._start_seconds = model, backends, start_seconds
         self._ready: Future[str] = Future()
+        # What ended it after the start.
+        self._fault: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._work, name="infer-router", daemon=True)
@@ -50,6 +55,9 @@ class EngineRouter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._end()
+        if self._fault is not None:
+            # The cause of what a caller met, if it did.
+            raise self._fault
 
     def _end(self) -> None:
         # It may have ended by itself.
@@ -61,8 +69,13 @@ class EngineRouter:
     def _work(self) -> None:
         try:
             self._loop.run_until_complete(self._serving)
-        except BaseException as error:
-            if not self._ready.done():
+        except asyncio.CancelledError:
+            # By `_end`: nobody waits for the start any more.
+            self._ready.cancel()
+        except Exception as error:
+            if self._ready.done():
+                self._fault = error
+            else:
                 self._ready.set_exception(_told(error))
         finally:
             self._loop.close()
@@ -72,31 +85,34 @@ class EngineRouter:
         async with AsyncExitStack() as stack:
             tokenizer = await _running(stack, lambda registry: TokenizerApp(config, registry), config)
             routes = RouterConfig(
-                tokenizer=(tokenizer,),
+                tokenizer=(tokenizer.address,),
                 backend=tuple(self._backends.split(",")),
                 port=0,
                 metrics_port=-1,
                 start_timeout_seconds=self._start_seconds,
             )
-            address = await _running(stack, lambda registry: RouterApp(routes, registry), routes)
-            self._ready.set_result(address)
-            # Until it is cancelled.
-            await self._loop.create_future()
+            router = await _running(stack, lambda registry: RouterApp(routes, registry), routes)
+            self._ready.set_result(router.address)
+            # Until it is cancelled, or one of them fails.
+            done, _ = await asyncio.wait(
+                [one.service.failed for one in (tokenizer, router)], return_when=asyncio.FIRST_COMPLETED
+            )
+            raise done.pop().result()
 
 
 async def _running(
     stack: AsyncExitStack, make: Callable[[CollectorRegistry], Service], config: TokenizerConfig | RouterConfig
-) -> str:
-    """Start a service for the life of the stack, and return its address."""
+) -> RunningServer:
+    """Start a service for the life of the stack."""
     registry = CollectorRegistry()
     server = RunningServer(make(registry), config, registry)
     stack.push_async_callback(server.stop, drain=False)
     await server.listen()
     await server.start()
-    return server.address
+    return server
 
 
-def _told(error: BaseException) -> BaseException:
+def _told(error: Exception) -> Exception:
     """Return a start's error with the flag of this command."""
     if isinstance(error, StartupError) and error.flag == "--backend":
         return StartupError(error.message.replace("--backend", _FLAG), flag=_FLAG)
