@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import re
 import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -107,31 +108,47 @@ def definitions(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
+def faults(pages: Iterable[Path], of_one: Callable[[Path, str], Iterable[str]]) -> dict[str, list[str]]:
+    """Return the pages that have faults, each with its own; `of_one` finds those of a page and its text."""
+    found = {page.relative_to(ROOT).as_posix(): [*of_one(page, page.read_text(encoding="utf-8"))] for page in pages}
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def dead_links(page: Path, text: str) -> Iterator[str]:
+    for target, anchor in _LINK.findall(text):
         if target.startswith(REPOSITORY):
-            assert (ROOT / target.removeprefix(REPOSITORY).split("/", 2)[2]).exists(), target
-        if "://" in target or target.startswith("mailto:"):
-            continue
-        other = (page.parent / target).resolve() if target else page
-        assert other.exists(), target
-        if anchor and other.suffix == ".md":
-            assert anchor[1:] in anchors(other), f"{target}{anchor}"
+            if not (ROOT / target.removeprefix(REPOSITORY).split("/", 2)[2]).exists():
+                yield target
+        elif "://" not in target and not target.startswith("mailto:"):
+            other = (page.parent / target).resolve() if target else page
+            if not other.exists() or (anchor and other.suffix == ".md" and anchor[1:] not in anchors(other)):
+                yield f"{target}{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_merge_was_left_half_done(page: Path) -> None:
-    assert not _MERGE_MARKER.search(page.read_text(encoding="utf-8"))
+def test_links_lead_somewhere() -> None:
+    assert faults(PAGES, dead_links) == {}
 
 
-@pytest.mark.parametrize("page", SITE, ids=lambda page: page.stem)
-def test_pages_of_the_site_name_files_that_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    named = {*_PATH.findall(text), *_FILE.findall(text)}
-    assert not {name for name in named if find(name) is None}
-    patterns = set(_PATTERN.findall(text))
-    assert not {one for one in patterns if not fnmatch.filter(tree(), f"*/{one}")}
+@pytest.mark.parametrize(
+    "link", ["no-such.md", f"{REPOSITORY}blob/main/no-such", "README.md#no-such", "#no-such", "docs/no-such"]
+)
+def test_a_dead_link_would_be_seen(link: str) -> None:
+    assert len([*dead_links(ROOT / "README.md", f"[a](README.md) [b]({link}) [c](https://a.b/c)")]) == 1
+
+
+def test_no_merge_was_left_half_done() -> None:
+    assert faults(PAGES, lambda _, text: _MERGE_MARKER.findall(text)) == {}
+
+
+def missing_files(_: Path, text: str) -> Iterator[str]:
+    yield from (name for name in {*_PATH.findall(text), *_FILE.findall(text)} if find(name) is None)
+    yield from (one for one in set(_PATTERN.findall(text)) if not fnmatch.filter(tree(), f"*/{one}"))
+
+
+def test_pages_of_the_site_name_files_that_exist() -> None:
+    assert faults(SITE, missing_files) == {}
+    named = "`services/penstock/router/app.py` `services/no_such.py` `no_such.py` `tests/unit/*/no_such_*.py`"
+    assert len([*missing_files(ROOT, named)]) == 3
 
 
 @cache
@@ -150,9 +167,8 @@ def is_test(name: str) -> bool:
     return bool(fnmatch.filter(tree(), f"*/{file}")) or f"/{name}" in functions_of_tests()
 
 
-@pytest.mark.parametrize("page", PRESENT, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tests_that_pages_name_exist(page: Path) -> None:
-    assert not {name for name in _TEST.findall(page.read_text(encoding="utf-8")) if not is_test(name)}
+def test_tests_that_pages_name_exist() -> None:
+    assert faults(PRESENT, lambda _, text: (name for name in _TEST.findall(text) if not is_test(name))) == {}
 
 
 @pytest.mark.parametrize("name", ["tests/unit/test_http2_*", "test_router_*", "test_demo_command.py", "test_no_such"])
@@ -160,14 +176,18 @@ def test_a_test_that_is_gone_would_be_seen(name: str) -> None:
     assert not is_test(name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_functions_that_pages_name_exist(page: Path) -> None:
-    missing = set()
-    for file, name in _FUNCTION.findall(page.read_text(encoding="utf-8")):
+def missing_functions(_: Path, text: str) -> Iterator[str]:
+    for file, name in _FUNCTION.findall(text):
         path = find(file)
         if path is None or name not in definitions(path):
-            missing.add(f"{file}:{name}")
-    assert not missing
+            yield f"{file}:{name}"
+
+
+def test_functions_that_pages_name_exist() -> None:
+    assert faults(PAGES, missing_functions) == {}
+    assert [*missing_functions(ROOT, "`router/app.py:RouterApp.start` `router/app.py:RouterApp.no_such`")] == [
+        "router/app.py:RouterApp.no_such"
+    ]
 
 
 def test_the_tour_names_the_functions_of_its_trace() -> None:
@@ -175,14 +195,17 @@ def test_the_tour_names_the_functions_of_its_trace() -> None:
     assert len(named) >= LEAST_FUNCTIONS
 
 
-@pytest.mark.parametrize("page", SITE, ids=lambda page: page.stem)
-def test_lists_are_lists_on_the_site_too(page: Path) -> None:
+def broken_lists(_: Path, text: str) -> Iterator[str]:
     """Markdown of the site wants an empty line before a list, and four spaces before one within another; the forge's
     does not."""
-    lines = _CODE_BLOCK.sub("", page.read_text(encoding="utf-8")).split("\n")
-    glued = [line for before, line in pairwise(lines) if _ITEM.match(line) and _TEXT.match(before)]
-    assert not glued
-    assert not [line for line in lines if _SHALLOW_ITEM.match(line)]
+    lines = _CODE_BLOCK.sub("", text).split("\n")
+    yield from (line for before, line in pairwise(lines) if _ITEM.match(line) and _TEXT.match(before))
+    yield from (line for line in lines if _SHALLOW_ITEM.match(line))
+
+
+def test_lists_are_lists_on_the_site_too() -> None:
+    assert faults(SITE, broken_lists) == {}
+    assert [*broken_lists(ROOT, "text\n* glued\n\n* one\n  * shallow\n")] == ["* glued", "  * shallow"]
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
