@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import os
+import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
+from penstock.common.addresses import shown_url
 from penstock.common.errors import StartupError
 from penstock.database.transactions import DatabaseFailed, Rows
+from penstock.database.work_thread import WorkThread
 
 if TYPE_CHECKING:
     from psycopg import Connection
@@ -18,9 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Key of the lock under which one process makes the tables: "CREATE IF NOT EXISTS" of two at once may fail.
 _SCHEMA_LOCK = 0x70656E73
-_CONNECT_SECONDS = 10
-# Milliseconds after which the server gives up a statement.
-_STATEMENT_MILLISECONDS = 60_000
+# A silent server is asked so often, in the last half of the time that it has, whether it is there.
+_PROBES = 3
 
 
 @cache
@@ -52,21 +55,24 @@ class _PostgresRows:
 
 
 class PostgresDatabase:
-    """Database on PostgreSQL, 9.5 or later. One connection, which is made anew after it broke."""
+    """Database on PostgreSQL, 9.5 or later. One connection, which is made anew after it broke.
+
+    A server that says nothing for the time that one transaction may take is given up: it may be cut off, or stand
+    still.
+    """
 
     skip_claimed = " FOR UPDATE SKIP LOCKED"
     lock = " FOR UPDATE"
     is_own = False
 
-    def __init__(self, url: str, flag: str, schema: Sequence[str], application: str) -> None:
-        """Make it without a connection. `flag` named the address; `application` is its name at the server.
+    def __init__(self, url: str, flag: str, schema: Sequence[str], application: str, *, seconds: float) -> None:
+        """Make it without a connection. `flag` named the address; `application` is its name at the server; `seconds`:
+        the longest time for one connection, and for one transaction.
 
         Raises StartupError naming the flag when the package is missing.
         """
         self._url, self._flag, self._schema, self._application = url, flag, schema, application
-        # The address for messages, without its password.
-        parts = urlsplit(url)
-        self._shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+        self._seconds, self._shown = seconds, shown_url(url)
         try:
             import psycopg
         except ImportError as error:
@@ -75,14 +81,18 @@ class PostgresDatabase:
                 flag=flag,
             ) from error
         self._psycopg = psycopg
-        self._thread = ThreadPoolExecutor(1, "database")
+        self._thread = WorkThread("database")
+        # One transaction at a time: each has its time from where it begins.
+        self._turn = asyncio.Lock()
         self._connection: Connection[Any] | None = None
+        # The connection's socket once more, to be shut from the event loop.
+        self._wire: socket.socket | None = None
         self._is_closed = False
 
     async def open(self) -> None:
         """See Database."""
         try:
-            await self._do(self._make_tables)
+            await self._bounded(self._make_tables)
         except (self._psycopg.Error, DatabaseFailed) as error:
             raise StartupError(f"{self._flag} {self._shown}: {error}", flag=self._flag) from error
 
@@ -97,24 +107,49 @@ class PostgresDatabase:
         """See Database."""
         if not self._is_closed:
             self._is_closed = True
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                await self._do(connection.close)
-            self._thread.shutdown(wait=False)
+            # A server that does not answer has no claim on the process's end.
+            self._cut()
+            await self._thread.run(self._drop)
+            self._thread.close()
 
     async def run(self, work: Callable[[Rows], T]) -> T:
         """See Database."""
         try:
-            return await self._do(lambda: self._transact(work))
+            return await self._bounded(lambda: self._transact(work))
         except self._psycopg.Error as error:
             raise DatabaseFailed(str(error)) from error
 
-    async def _do(self, work: Callable[[], T]) -> T:
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except RuntimeError as error:
-            raise DatabaseFailed("it is closed") from error
-        return await running
+    async def _bounded(self, work: Callable[[], T]) -> T:
+        """Run `work` on the thread; the connection is cut when it takes too long, and `work` then fails."""
+        async with self._turn:
+            loop = asyncio.get_running_loop()
+
+            def look() -> None:
+                nonlocal timer
+                self._cut()
+                # It may have spent its time on the way to a connection.
+                timer = loop.call_later(self._seconds, look)
+
+            timer = loop.call_later(self._seconds, look)
+            try:
+                return await self._thread.run(work)
+            finally:
+                timer.cancel()
+
+    def _cut(self) -> None:
+        """Wake the thread from its wait for the server."""
+        if self._wire is not None:
+            with contextlib.suppress(OSError):
+                self._wire.shutdown(socket.SHUT_RDWR)
+
+    def _drop(self) -> None:
+        """Close the connection, on the thread."""
+        wire, self._wire = self._wire, None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        if wire is not None:
+            wire.close()
 
     def _transact(self, work: Callable[[Rows], T]) -> T:
         if self._is_closed:
@@ -125,17 +160,24 @@ class PostgresDatabase:
                 return work(_PostgresRows(connection))
         except self._psycopg.OperationalError:
             # The next transaction makes a new one, whatever is wrong with this.
-            self._connection = None
-            connection.close()
+            self._drop()
             raise
 
     def _connected(self) -> Connection[Any]:
         if self._connection is None or self._connection.closed:
+            self._drop()
+            milliseconds, seconds = int(1000 * self._seconds), math.ceil(self._seconds)
             self._connection = self._psycopg.connect(
                 self._url,
                 autocommit=True,
-                connect_timeout=_CONNECT_SECONDS,
-                options=f"-c statement_timeout={_STATEMENT_MILLISECONDS}",
+                connect_timeout=seconds,
+                options=f"-c statement_timeout={milliseconds}",
                 application_name=self._application,
+                # Between transactions: an idle connection to a server that is gone ends before the next one.
+                keepalives_idle=max(1, seconds // 2),
+                keepalives_interval=max(1, seconds // (2 * _PROBES)),
+                keepalives_count=_PROBES,
+                tcp_user_timeout=milliseconds,
             )
+            self._wire = socket.socket(fileno=os.dup(self._connection.fileno()))
         return self._connection

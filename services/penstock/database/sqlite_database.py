@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.common.errors import StartupError
 from penstock.database.transactions import TEMPORARY, DatabaseFailed, Rows
+from penstock.database.work_thread import WorkThread
 
 T = TypeVar("T")
 # Seconds that a transaction waits for one of another process.
@@ -64,13 +63,13 @@ class SqliteDatabase:
         """
         self._place, self._file_name, self._flag, self._schema = place, file_name, flag, schema
         self.is_own = not is_shared
-        self._thread = ThreadPoolExecutor(1, "database")
+        self._thread = WorkThread("database")
         self._db: sqlite3.Connection | None = None
 
     async def open(self) -> None:
         """See Database."""
         try:
-            await self._do(self._open)
+            await self._thread.run(self._open)
         except (OSError, sqlite3.Error) as error:
             raise StartupError(f"{self._flag} {self._place}: {error}", flag=self._flag) from error
 
@@ -107,22 +106,15 @@ class SqliteDatabase:
         """See Database."""
         db, self._db = self._db, None
         if db is not None:
-            await self._do(db.close)
-        self._thread.shutdown(wait=False)
+            await self._thread.run(db.close)
+        self._thread.close()
 
     async def run(self, work: Callable[[Rows], T]) -> T:
         """See Database. A full disk is a DatabaseFailed."""
         try:
-            return await self._do(lambda: self._transact(work))
+            return await self._thread.run(lambda: self._transact(work))
         except sqlite3.Error as error:
             raise DatabaseFailed(str(error)) from error
-
-    async def _do(self, work: Callable[[], T]) -> T:
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except RuntimeError as error:
-            raise DatabaseFailed("it is closed") from error
-        return await running
 
     def _transact(self, work: Callable[[Rows], T]) -> T:
         if self._db is None:

@@ -23,7 +23,7 @@ class Jobs:
     def __init__(self, options: JobOptions, metrics: GatewayMetrics, answer: Answerer, max_line_bytes: int) -> None:
         """Make them; nothing is open yet. Raises StartupError naming --job-store."""
         self._options = options
-        self._database = open_job_database(options.job_store)
+        self._database = open_job_database(options.job_store, options.job_store_seconds)
         self._uploads, self._made_at = Counter[str](), time.time()
         self._max_uploads_of_owner = max(1, int(options.files_share * options.max_uploads))
         self.files = FileStore(self._database, options)

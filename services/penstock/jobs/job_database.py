@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.database.sqlite_database import SqliteDatabase
 from penstock.database.transactions import Database, is_postgres
+from penstock.jobs.job_options import JobOptions
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS files (
@@ -34,10 +35,10 @@ SCHEMA = (
 _FLAG = "--job-store"
 
 
-def open_job_database(place: str) -> Database:
-    """Make the database of a `--job-store` without opening it. Raises StartupError naming the flag."""
+def open_job_database(place: str, seconds: float = JobOptions.job_store_seconds) -> Database:
+    """Make the database of `--job-store` without opening it. Raises StartupError naming the flag."""
     if is_postgres(place):
         from penstock.database.postgres_database import PostgresDatabase
 
-        return PostgresDatabase(place, _FLAG, SCHEMA, "penstock-gateway")
+        return PostgresDatabase(place, _FLAG, SCHEMA, "penstock-gateway", seconds=seconds)
     return SqliteDatabase(place, "jobs.sqlite", _FLAG, SCHEMA)

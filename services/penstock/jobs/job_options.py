@@ -23,6 +23,13 @@ class JobOptions:
         group=JOBS,
         metavar="temporary|off|FOLDER|URL",
     )
+    job_store_seconds: float = option(
+        30.0,
+        "Time for a connection to PostgreSQL, and for one transaction; a server that says nothing for so long is given "
+        "up, and asked again over a new connection.",
+        group=JOBS,
+        minimum=0.1,
+    )
     job_token_file: str | None = option(
         None,
         "The lines of batches go to a router that asks for tokens with the first bearer token of this file. Callers "

@@ -34,6 +34,13 @@ class KeyOptions:
         group=KEYS,
         metavar="temporary|FOLDER|URL",
     )
+    ledger_seconds: float = option(
+        10.0,
+        "Time for a connection to PostgreSQL, and for one transaction; a server that says nothing for so long is given "
+        "up, and asked again over a new connection. Requests with keys wait for it.",
+        group=KEYS,
+        minimum=0.1,
+    )
     ledger_lease_seconds: float = option(
         15.0,
         "A router that did not show for this long that it lives is dead: its unfinished answers are taken for lost, "

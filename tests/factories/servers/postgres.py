@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -51,6 +52,24 @@ class Postgres:
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
                 "AND application_name = 'penstock-gateway'"
             )
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Stop the processes that serve connections: they stay open, and nobody answers."""
+        import psycopg
+
+        with psycopg.connect(self._url(_USER), autocommit=True) as connection:
+            rows = connection.execute(
+                "SELECT pid FROM pg_stat_activity WHERE application_name = 'penstock-gateway'"
+            ).fetchall()
+        stopped = [int(pid) for (pid,) in rows]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
 
     def _url(self, database: str) -> str:
         return f"postgresql://{_USER}@127.0.0.1:{self._port}/{database}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from factories.servers.postgres import Postgres, needs_postgres, running_postgres
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, StartupError
+from penstock.database.postgres_database import PostgresDatabase
 from penstock.database.transactions import Database, DatabaseFailed
 from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import CHUNK_BYTES, FileStore
@@ -370,6 +371,25 @@ async def test_a_database_serves_several_gateways_and_a_broken_connection_is_mad
     assert (ended.state, ended.completed) == (BatchState.COMPLETED, 40)
     await one.close()
     await two.close()
+
+
+@needs_postgres
+async def test_a_server_that_stands_still_is_given_up_and_asked_again(server: Postgres) -> None:
+    database = open_job_database(server.database())
+    assert isinstance(database, PostgresDatabase)
+    await database.open()
+    store, usual = Store(database), database._seconds
+    await store.batch(lines=1)
+    with server.standing_still():
+        database._seconds = 0.1
+        with pytest.raises(DatabaseFailed):
+            await store.batches.counts()
+    database._seconds = usual
+    (line,) = await store.batches.take("one", 9, {})
+    assert line.number == 1
+    with server.standing_still():
+        # The end of a gateway waits for nobody.
+        await database.close()
 
 
 @needs_postgres

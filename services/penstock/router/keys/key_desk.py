@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from penstock.common.credentials import BearerTokens
 from penstock.common.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from penstock.common.needed_scope import NEEDED_SCOPE_KEY
-from penstock.database.transactions import TEMPORARY, Database, is_postgres
 from penstock.router.key_options import KeyOptions
 from penstock.router.keys.api_key import ApiKey, KeyScope, scope_missing
 from penstock.router.keys.key_account import KeyAccount
@@ -21,9 +20,9 @@ from penstock.router.keys.key_metrics import KeyMetrics
 from penstock.router.keys.key_rates import KeyRates
 from penstock.router.keys.key_ring import KeyRing
 from penstock.router.keys.ledger import Ledger
-from penstock.router.keys.ledger_tables import SCHEMA, DayUsage
+from penstock.router.keys.ledger_database import open_ledger_database
+from penstock.router.keys.ledger_tables import DayUsage
 
-_FLAG = "--ledger"
 # Seconds for the last entries to be written when the process stops.
 _CLOSE_SECONDS = 5.0
 
@@ -42,7 +41,7 @@ class KeyDesk:
         self._metrics = KeyMetrics(registry)
         self._rates: defaultdict[str, KeyRates] = defaultdict(KeyRates)
         self._ledger = Ledger(
-            _open_database(options.ledger),
+            open_ledger_database(options),
             lease_seconds=options.ledger_lease_seconds,
             entry_days=options.ledger_entry_days,
             max_waiting=options.max_ledger_waiting,
@@ -140,14 +139,3 @@ def require_scope(key: ApiKey, metadata: Iterable[tuple[str, str | bytes]] | Non
         raise InvalidArgument(f"metadata {NEEDED_SCOPE_KEY}", f"must be one of {', '.join(KeyScope)}")
     if needed not in key.scopes:
         raise scope_missing((KeyScope(str(needed)),))
-
-
-def _open_database(place: str) -> Database:
-    if is_postgres(place):
-        from penstock.database.postgres_database import PostgresDatabase
-
-        return PostgresDatabase(place, _FLAG, SCHEMA, "penstock-router")
-    # sqlite3 is imported only where there are keys.
-    from penstock.database.sqlite_database import SqliteDatabase
-
-    return SqliteDatabase(place, "ledger.sqlite", _FLAG, SCHEMA, is_shared=place != TEMPORARY)

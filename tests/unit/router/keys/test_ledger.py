@@ -37,7 +37,7 @@ def make_database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[]
     if request.param == "sqlite":
         return lambda: SqliteDatabase(str(tmp_path), "ledger.sqlite", "--ledger", SCHEMA, is_shared=True)
     url = request.getfixturevalue("server").database()
-    return lambda: PostgresDatabase(url, "--ledger", SCHEMA, "penstock-router")
+    return lambda: PostgresDatabase(url, "--ledger", SCHEMA, "penstock-router", seconds=10.0)
 
 
 class Failing:
