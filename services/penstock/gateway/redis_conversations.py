@@ -11,76 +11,14 @@ from typing import Any
 
 from penstock.gateway.conversation_store import Change, ConversationBounds, KeptConversation, too_many_conversations
 from penstock.gateway.redis_place import RedisPlace
+from penstock.gateway.redis_scripts import DELETE_CONVERSATION, FULL, PUT_CONVERSATION, WRITTEN
 from penstock.gateway.response_store import StoreFailed
 
 _NAMES = ("entries", "ages", "sizes", "versions", "total", "counts", "bytes")
 _KEYS = tuple(f"{{penstock:responses}}:conversations:{name}" for name in _NAMES)
 _ENTRIES, _AGES, _VERSIONS, _TOTAL = (_KEYS[_NAMES.index(name)] for name in ("entries", "ages", "versions", "total"))
-# Expired rows that one call removes: a script holds up the whole server.
-_LEAVE_AT_ONCE = 256
 # Tries of a change that others overtake.
 _MOST_TRIES = 32
-_REMOVE = """
-local entries, ages, sizes, versions, total, counts, bytes = unpack(KEYS)
-local function remove(name)
-  -- A server that evicts keys may have forgotten the size: the row leaves all the same.
-  local size = redis.call('HGET', sizes, name) or 0
-  local caller = string.match(name, '^(.-):')
-  local removed = redis.call('HDEL', entries, name)
-  redis.call('ZREM', ages, name)
-  redis.call('HDEL', sizes, name)
-  redis.call('HDEL', versions, name)
-  redis.call('DECRBY', total, size)
-  if redis.call('HINCRBY', counts, caller, -1) <= 0 then
-    redis.call('HDEL', counts, caller)
-    redis.call('HDEL', bytes, caller)
-  else
-    redis.call('HINCRBY', bytes, caller, -size)
-  end
-  return removed
-end
-"""
-_COUNTS = "return {redis.call('ZCARD', ages), tonumber(redis.call('GET', total) or 0)"
-# Its last number: 0 written, 1 another version is there, 2 the caller has too many.
-_PUT = f"""{_REMOVE}
-local name, caller, version, entry, size = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local seconds, most, most_bytes = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local most_of_caller, most_bytes_of_caller = tonumber(ARGV[9]), tonumber(ARGV[10])
-local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-for _, old in ipairs(redis.call('ZRANGEBYSCORE', ages, '-inf', now, 'LIMIT', 0, {_LEAVE_AT_ONCE})) do remove(old) end
-if (redis.call('HGET', versions, name) or '') ~= version then {_COUNTS}, 1}} end
-local more = version == '' and 1 or 0
-local grown = size - tonumber(redis.call('HGET', sizes, name) or 0)
-if caller ~= '' and grown > 0 then
-  if tonumber(redis.call('HGET', counts, caller) or 0) + more > most_of_caller
-    or tonumber(redis.call('HGET', bytes, caller) or 0) + grown > most_bytes_of_caller then {_COUNTS}, 2}} end
-end
-redis.call('HSET', entries, name, entry)
-redis.call('ZADD', ages, now + seconds, name)
-redis.call('HSET', sizes, name, size)
-redis.call('HINCRBY', versions, name, 1)
-redis.call('INCRBY', total, grown)
-redis.call('HINCRBY', counts, caller, more)
-redis.call('HINCRBY', bytes, caller, grown)
-while redis.call('ZCARD', ages) > most or tonumber(redis.call('GET', total)) > most_bytes do
-  local oldest = redis.call('ZRANGE', ages, 0, 0)[1]
-  if oldest == name then
-    -- There is no other, so the sum was that of rows that were evicted.
-    redis.call('SET', total, size)
-    break
-  end
-  remove(oldest)
-end
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, math.ceil(seconds * 1000)) end
-{_COUNTS}, 0}}
-"""
-_DELETE = f"""{_REMOVE}
-local removed = 0
-if redis.call('HEXISTS', entries, ARGV[1]) == 1 then removed = remove(ARGV[1]) end
-{_COUNTS}, removed}}
-"""
-_WRITTEN, _FULL = 0, 2
 
 
 class RedisConversations:
@@ -90,8 +28,8 @@ class RedisConversations:
         """Make it; nothing is asked yet."""
         self._place, self._bounds = place, bounds
         self.num_conversations = self.num_bytes = 0
-        self._put = place.redis.register_script(_PUT)
-        self._delete = place.redis.register_script(_DELETE)
+        self._put = place.redis.register_script(PUT_CONVERSATION)
+        self._delete = place.redis.register_script(DELETE_CONVERSATION)
 
     async def open(self) -> None:
         """See ConversationStore."""
@@ -136,9 +74,9 @@ class RedisConversations:
         self.num_conversations, self.num_bytes, outcome = await self._place.call(
             self._put(_KEYS, (name, caller, version, data, len(data), *limits))
         )
-        if outcome == _FULL:
+        if outcome == FULL:
             raise too_many_conversations()
-        return bool(outcome == _WRITTEN)
+        return bool(outcome == WRITTEN)
 
     async def _entry(self, caller: str, conversation_id: str) -> tuple[KeptConversation | None, str]:
         """Return a conversation that has not expired, by the server's clock, and its version."""

@@ -10,56 +10,11 @@ import json
 from typing import Any
 
 from penstock.gateway.redis_place import RedisPlace
+from penstock.gateway.redis_scripts import DELETE_RESPONSE, PUT_RESPONSE
 from penstock.gateway.response_store import StoredResponse, check_fits, encode_response
 
 _KEYS = tuple(f"{{penstock:responses}}:{name}" for name in ("entries", "ages", "sizes", "total"))
 _ENTRIES, _AGES, _, _TOTAL = _KEYS
-# Expired rows that one call removes: a script holds up the whole server.
-_LEAVE_AT_ONCE = 256
-_REMOVE = """
-local entries, ages, sizes, total = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local function remove(name)
-  -- A server that evicts keys may have forgotten the size: the row leaves all the same.
-  local size = redis.call('HGET', sizes, name) or 0
-  local removed = redis.call('HDEL', entries, name)
-  redis.call('ZREM', ages, name)
-  redis.call('HDEL', sizes, name)
-  redis.call('DECRBY', total, size)
-  return removed
-end
-"""
-_COUNTS = "return {redis.call('ZCARD', ages), tonumber(redis.call('GET', total) or 0)"
-_PUT = f"""{_REMOVE}
-local name, entry, size = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local seconds, most, most_bytes = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-for _, old in ipairs(redis.call('ZRANGEBYSCORE', ages, '-inf', now, 'LIMIT', 0, {_LEAVE_AT_ONCE})) do remove(old) end
-local ends = now + seconds
-if ARGV[7] == '0' then
-  -- It is there, or was deleted meanwhile; its life does not begin again.
-  ends = redis.call('ZSCORE', ages, name)
-  if not ends then {_COUNTS}, 0}} end
-end
-remove(name)
-redis.call('HSET', entries, name, entry)
-redis.call('ZADD', ages, ends, name)
-redis.call('HSET', sizes, name, size)
-redis.call('INCRBY', total, size)
-while redis.call('ZCARD', ages) > most or tonumber(redis.call('GET', total)) > most_bytes do
-  local old = redis.call('ZRANGE', ages, 0, 1)
-  local oldest = old[1] == name and old[2] or old[1]
-  if oldest == name then
-    -- There is no other, so the sum was that of rows that were evicted.
-    redis.call('SET', total, size)
-    break
-  end
-  remove(oldest)
-end
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, math.ceil(seconds * 1000)) end
-{_COUNTS}, 1}}
-"""
-_DELETE = f"{_REMOVE}\nlocal removed = remove(ARGV[1])\n{_COUNTS}, removed}}"
 
 
 class RedisResponses:
@@ -76,8 +31,8 @@ class RedisResponses:
         self.num_responses = self.num_bytes = 0
         self.place = RedisPlace(url, timeout_seconds=timeout_seconds, connections=connections)
         self._redis = self.place.redis
-        self._put = self._redis.register_script(_PUT)
-        self._delete = self._redis.register_script(_DELETE)
+        self._put = self._redis.register_script(PUT_RESPONSE)
+        self._delete = self._redis.register_script(DELETE_RESPONSE)
 
     async def open(self) -> None:
         """See ResponseStore. Nobody waits for a server that is not there yet: a warning says so."""

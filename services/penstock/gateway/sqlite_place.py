@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from penstock.common.errors import StartupError
+from penstock.database.transactions import DatabaseFailed
+from penstock.database.work_thread import WorkThread
 from penstock.gateway.response_store import MEMORY, StoreFailed
 
 T = TypeVar("T")
@@ -19,22 +19,18 @@ T = TypeVar("T")
 class SqlitePlace:
     """A database that several stores share; each makes its own tables."""
 
-    def __init__(self, place: str, schema: str) -> None:
-        """Open the file at `place`, or keep all in memory, and make the tables of `schema`.
-
-        Raises StartupError naming --response-store.
-        """
+    def __init__(self, place: str) -> None:
+        """Open the file at `place`, or keep all in memory. Raises StartupError naming --response-store."""
         self._place = place
-        self._thread = ThreadPoolExecutor(1, "response-store")
+        self._thread = WorkThread("response-store")
         self._is_closed = False
         try:
             self.db = self._open(place)
         except (OSError, sqlite3.Error) as error:
             raise self.refusal(error) from error
-        self.add(schema)
 
     def add(self, schema: str) -> None:
-        """Make further tables. Raises StartupError naming --response-store."""
+        """Make tables. Raises StartupError naming --response-store."""
         try:
             self.db.executescript(schema)
         except sqlite3.Error as error:
@@ -63,10 +59,10 @@ class SqlitePlace:
         return db
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns on the thread. Raises StoreFailed for an error of the database."""
+        """Return what `work` returns on the thread. Raises StoreFailed for the database's errors, and after `close`."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except sqlite3.Error as error:
+            return await self._thread.run(work)
+        except (DatabaseFailed, sqlite3.Error) as error:
             raise StoreFailed(str(error)) from error
 
     async def close(self) -> None:
@@ -74,4 +70,4 @@ class SqlitePlace:
         if not self._is_closed:
             self._is_closed = True
             await self.run(self.db.close)
-            self._thread.shutdown(wait=False)
+            self._thread.close()

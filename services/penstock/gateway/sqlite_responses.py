@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
+from penstock.gateway.bounded_rows import BoundedRows
 from penstock.gateway.response_store import StoredResponse, check_fits, encode_response
 from penstock.gateway.sqlite_place import SqlitePlace
 
@@ -19,8 +16,6 @@ CREATE TABLE IF NOT EXISTS responses (
 ) STRICT;
 CREATE INDEX IF NOT EXISTS by_expiry ON responses (expires);
 """
-# Order of age: all rows have the same lifetime.
-_OLDEST = "SELECT id, size FROM responses ORDER BY expires, rowid LIMIT 16"
 
 
 class SqliteResponses:
@@ -31,15 +26,19 @@ class SqliteResponses:
 
         Raises StartupError naming the flag.
         """
-        self._max_responses, self._max_bytes, self._seconds = max_responses, max_bytes, seconds
-        self.place = SqlitePlace(place, _SCHEMA)
-        self._db = self.place.db
-        try:
-            self.num_responses, self.num_bytes = self._db.execute(
-                "SELECT count(*), coalesce(sum(size), 0) FROM responses"
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise self.place.refusal(error) from error
+        self._max_bytes, self._seconds = max_bytes, seconds
+        self.place = SqlitePlace(place)
+        self._rows = BoundedRows(self.place, "responses", _SCHEMA, most=max_responses, most_bytes=max_bytes)
+
+    @property
+    def num_responses(self) -> int:
+        """See ResponseStore."""
+        return self._rows.count
+
+    @property
+    def num_bytes(self) -> int:
+        """See ResponseStore."""
+        return self._rows.num_bytes
 
     async def open(self) -> None:
         """See ResponseStore: the file is already open."""
@@ -66,67 +65,39 @@ class SqliteResponses:
 
     async def delete(self, caller: str, response_id: str) -> bool:
         """See ResponseStore."""
-        return await self.place.run(lambda: self._delete(caller, response_id))
+        return await self.place.run(lambda: self._rows.delete(caller, response_id))
 
     def _put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
         given, response = encode_response(stored)
-        now, size = time.time(), len(given) + len(response)
+        size = len(given) + len(response)
         check_fits(size, self._max_bytes)
-        with self._transaction():
-            self._remove("SELECT id, size FROM responses WHERE expires < ?", now)
-            self._db.execute(
+        with self._rows.changing():
+            self._rows.remove_expired()
+            self._rows.db.execute(
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (stored.response_id, caller, previous, now + self._seconds, size, given, response),
+                (stored.response_id, caller, previous, time.time() + self._seconds, size, given, response),
             )
-            self.num_responses += 1
-            self.num_bytes += size
-            self._make_room()
+            self._rows.grew(1, size)
 
     def _replace(self, caller: str, stored: StoredResponse) -> bool:
         given, response = encode_response(stored)
         size = len(given) + len(response)
         check_fits(size, self._max_bytes)
-        with self._transaction():
-            row = self._db.execute(
+        with self._rows.changing():
+            row = self._rows.db.execute(
                 "SELECT size FROM responses WHERE id = ? AND caller = ?", (stored.response_id, caller)
             ).fetchone()
             if row is None:
                 return False
-            self._db.execute(
+            self._rows.db.execute(
                 "UPDATE responses SET size = ?, input = ?, response = ? WHERE id = ?",
                 (size, given, response, stored.response_id),
             )
-            self.num_bytes += size - row[0]
-            self._make_room()
+            self._rows.grew(0, size - row[0])
         return True
 
-    def _make_room(self) -> None:
-        """Delete the oldest rows until the limits are met."""
-        while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:
-            self._remove(_OLDEST, enough=True)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Change rows and counts together, or neither: the disk may fill up at any statement, or at the commit."""
-        before = self.num_responses, self.num_bytes
-        try:
-            with self._db:
-                yield
-        except BaseException:
-            self.num_responses, self.num_bytes = before
-            raise
-
-    def _remove(self, query: str, *values: Any, enough: bool = False) -> None:
-        """Delete the rows that a query finds; with `enough` only until the limits are met."""
-        for row_id, size in self._db.execute(query, values).fetchall():
-            if enough and self.num_responses <= self._max_responses and self.num_bytes <= self._max_bytes:
-                return
-            self._db.execute("DELETE FROM responses WHERE id = ?", (row_id,))
-            self.num_responses -= 1
-            self.num_bytes -= size
-
     def _get(self, caller: str, response_id: str) -> tuple[StoredResponse | None, str | None, int]:
-        row = self._db.execute(
+        row = self._rows.db.execute(
             "SELECT input, response, previous, size FROM responses WHERE id = ? AND caller = ? AND expires >= ?",
             (response_id, caller, time.time()),
         ).fetchone()
@@ -146,9 +117,3 @@ class SqliteResponses:
                 raise OverflowError
             found.append(stored)
         return found[::-1]
-
-    def _delete(self, caller: str, response_id: str) -> bool:
-        before = self.num_responses
-        with self._transaction():
-            self._remove("SELECT id, size FROM responses WHERE id = ? AND caller = ?", response_id, caller)
-        return bool(self.num_responses < before)

@@ -150,7 +150,7 @@ async def test_a_response_larger_than_all_may_be_is_not_kept_and_no_other_leaves
 async def counted(kept: SqliteResponses) -> tuple[int, int]:
     """Rows and bytes that are in the file."""
     query = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
-    rows, size = await kept.place.run(lambda: kept._db.execute(query).fetchone())
+    rows, size = await kept.place.run(lambda: kept.place.db.execute(query).fetchone())
     return rows, size
 
 
@@ -194,8 +194,8 @@ async def test_rows_that_leave_with_a_put_that_fails_are_counted_again(tmp_path:
         assert isinstance(kept, SqliteResponses)
         for number in range(5):
             await kept.put("a", response(str(number)), None)
-        await kept.place.run(lambda: kept._db.execute("UPDATE responses SET expires = 0 WHERE id = '0'"))
-        await kept.place.run(lambda: kept._db.commit())
+        await kept.place.run(lambda: kept.place.db.execute("UPDATE responses SET expires = 0 WHERE id = '0'"))
+        await kept.place.run(lambda: kept.place.db.commit())
         for _ in range(10):
             with pytest.raises(StoreFailed):
                 # Of an id that there is.
