@@ -12,8 +12,9 @@ from factories.models.adapters import LAYER_TARGETS, lora_folder
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.lies import Outcomes, damaged, lies, opened, safetensors, texts
 from penstock.common.errors import InvalidArgument
+from penstock.generation.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from penstock.generation.adapters.adapter_limits import AdapterLimits
-from penstock.generation.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftFolder
+from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.models.decoder import CausalLM
 
 LIMITS = AdapterLimits()

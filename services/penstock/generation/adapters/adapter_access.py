@@ -91,7 +91,7 @@ class AdapterAccess:
             if isinstance(place, Path):
                 await asyncio.to_thread(self._store.load, name, place, root=root, replace=replace)
                 if self._remote is not None:
-                    self._remote.forget(name)
+                    self._remote.settle()
             else:
                 assert self._remote is not None
                 loop = asyncio.get_running_loop()
@@ -109,7 +109,7 @@ class AdapterAccess:
         live = sum(info.num_requests for info in self._store.infos() if info.name == name)
         self._store.unload(name)
         if self._remote is not None:
-            self._remote.forget(name)
+            self._remote.settle()
         _log.info("adapter unloaded", adapter=name, live_requests=live)
         self._changed()
         return live
@@ -130,7 +130,7 @@ class AdapterAccess:
 
         Empty if it lies elsewhere, as one of --lora may.
         """
-        if self._remote is not None and (source := self._remote.source_of(info.name)) is not None:
+        if self._remote is not None and (source := self._remote.source_of(info.name, info.path)) is not None:
             return str(source)
         below = (info.path.relative_to(root) for root in self._roots if info.path.is_relative_to(root))
         return str(next(below, ""))

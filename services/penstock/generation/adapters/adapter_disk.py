@@ -21,14 +21,15 @@ from pathlib import Path
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.units import format_size
-from penstock.generation.adapters.adapter_source import CONFIG_FILE, WEIGHTS_FILE, Source
+from penstock.generation.adapters.adapter_files import BOTH_FILES, CONFIG_FILE, MOST_CONFIG_BYTES
+from penstock.generation.adapters.adapter_source import Source
 from penstock.generation.adapters.adapter_stores import RemoteAdapter, remote_adapter
 from penstock.generation.adapters.store_http import StoredFile
 
 FOLDER = ".from-stores"
 _LOCK, _INDEX, _PART = ".lock", "sources.json", "part-"
-# Most sources that the index remembers, and bytes of an adapter's configuration.
-_MOST_SOURCES, _MOST_CONFIG_BYTES = 4096, 1 << 20
+# Most sources that the index remembers.
+_MOST_SOURCES = 4096
 # Seconds between two looks at a lock.
 _POLL_SECONDS = 0.05
 _log = get_logger("penstock.generation")
@@ -122,12 +123,12 @@ class AdapterDisk:
         part = Path(tempfile.mkdtemp(prefix=_PART, dir=self._folder))
         try:
             digest = hashlib.sha256()
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
+            for name in BOTH_FILES:
 
                 def begin(file: StoredFile, name: str = name) -> None:
-                    if name == CONFIG_FILE and file.num_bytes > _MOST_CONFIG_BYTES:
+                    if name == CONFIG_FILE and file.num_bytes > MOST_CONFIG_BYTES:
                         raise InvalidArgument(
-                            "path", f"{name} is longer than {_MOST_CONFIG_BYTES} bytes", reason="ADAPTER_BROKEN"
+                            "path", f"{name} is longer than {MOST_CONFIG_BYTES} bytes", reason="ADAPTER_BROKEN"
                         )
                     self._make_room(file.num_bytes + _size(part), give_up)
 
@@ -188,7 +189,7 @@ class AdapterDisk:
 
     def _is_there(self, digest: str) -> bool:
         folder = self._folder / digest
-        return bool(digest) and all((folder / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
+        return bool(digest) and all((folder / name).is_file() for name in BOTH_FILES)
 
     def _index(self) -> dict[str, dict[str, str]]:
         """Return source -> version and digest, the last used at the end."""

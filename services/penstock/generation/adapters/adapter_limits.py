@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.common.options import option
+from penstock.generation.adapters.adapter_files import MOST_CONFIG_BYTES
 
 ADAPTERS = "Adapters"
 
@@ -47,7 +48,7 @@ class AdapterLimits(AdapterOptions):
     # Bytes of all adapters in memory together.
     max_bytes: int = 1 << 30
     # Bytes of adapter_config.json, and characters of a name.
-    max_config_bytes: int = 1 << 20
+    max_config_bytes: int = MOST_CONFIG_BYTES
     max_name_chars: int = 256
     # Characters of an entry of rank_pattern or alpha_pattern.
     max_pattern_chars: int = 256

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument, StartupError
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 HUB, S3 = "hub://", "s3://"
 _FLAG = "--adapter-store"
 _MOST_CHARS = 1024

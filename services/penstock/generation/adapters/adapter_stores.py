@@ -12,7 +12,8 @@ from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from penstock.common.errors import FailedPrecondition, Unavailable
-from penstock.generation.adapters.adapter_source import CONFIG_FILE, WEIGHTS_FILE, HubSource, S3Source, Source
+from penstock.generation.adapters.adapter_files import BOTH_FILES
+from penstock.generation.adapters.adapter_source import HubSource, S3Source, Source
 from penstock.generation.adapters.store_http import StoredFile, StoreHttp
 
 _HUB_URL = "https://huggingface.co"
@@ -84,12 +85,12 @@ class _S3Adapter:
 
     def version(self) -> str:
         """Return the tags of both files."""
-        return " ".join(self._head(name).tag for name in (CONFIG_FILE, WEIGHTS_FILE))
+        return " ".join(self._head(name).tag for name in BOTH_FILES)
 
     def copy(self, name: str, version: str, target: Path, until: float, begin: Callable[[StoredFile], None]) -> None:
         """See RemoteAdapter."""
         url = self._url(name)
-        tag = version.split(" ")[(CONFIG_FILE, WEIGHTS_FILE).index(name)]
+        tag = version.split(" ")[BOTH_FILES.index(name)]
         headers = {**self._signed("GET", url), "accept-encoding": "identity"}
         self._http.copy(url, {**headers, "if-match": tag} if tag else headers, target, until, begin)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.module_patterns import ModulePatterns
 from penstock.generation.devices.torch_dtypes import STORED_DTYPES
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.linear.base import Linear
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 # Fields of adapter_config.json that change nothing of what is computed, or that are read here.

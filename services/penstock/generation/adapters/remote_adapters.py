@@ -23,8 +23,9 @@ class RemoteAdapters:
         """`store` has their names, and those of other adapters."""
         self.stores = stores
         self._store, self._disk = store, disk
-        # Name -> place, and the folder of its files.
-        self._known: dict[str, tuple[Source, Path]] = {}
+        # Name and folder -> place. Names are the store's to give and to take: what it has under one now may be of
+        # another load, which ended later. So a folder is held as long as the store has the name with this folder.
+        self._known: dict[tuple[str, Path], Source] = {}
         self._lock = threading.Lock()
 
     def load(self, name: str, source: Source, root: Path, *, replace: bool, on_given_up: Callable[[], object]) -> None:
@@ -48,23 +49,25 @@ class RemoteAdapters:
             self._disk.release(folder)
             raise
         with self._lock:
-            # Only now: another load of the name, or an unload, may have ended meanwhile.
-            before = self._known.get(name)
-            self._known[name] = source, folder
-        if before is not None:
-            self._disk.release(before[1])
+            was_known = (name, folder) in self._known
+            self._known[name, folder] = source
+        if was_known:
+            self._disk.release(folder)
+        self.settle()
 
-    def source_of(self, name: str) -> Source | None:
-        """Return the place of a known adapter; None: it is from no store."""
-        found = self._known.get(name)
-        return None if found is None else found[0]
+    def source_of(self, name: str, path: Path) -> Source | None:
+        """Return the place of an adapter of the store's; None: it is from no other."""
+        return self._known.get((name, path))
 
-    def forget(self, name: str) -> None:
-        """Let an adapter's files go: its name is forgotten, or stands for another one."""
+    def settle(self) -> None:
+        """Let files go that the store has no name for any more: it was unloaded, or stands for others."""
         with self._lock:
-            found = self._known.pop(name, None)
-        if found is not None:
-            self._disk.release(found[1])
+            here = {(one.name, one.path) for one in self._store.infos()}
+            gone = [one for one in self._known if one not in here]
+            for one in gone:
+                del self._known[one]
+        for _, folder in gone:
+            self._disk.release(folder)
 
     def close(self) -> None:
         """Let all files go."""
@@ -74,13 +77,13 @@ class RemoteAdapters:
 
     def _forget_oldest(self) -> bool:
         """Forget the least recently used adapter that no request uses; False: there is none."""
-        idle = [one for one in self._store.infos() if one.name in self._known and not one.num_requests]
+        idle = [one for one in self._store.infos() if (one.name, one.path) in self._known and not one.num_requests]
         if not idle:
             return False
         name = min(idle, key=lambda one: one.used_at).name
         # It may be unloaded meanwhile.
         with contextlib.suppress(NotFound):
             self._store.unload(name)
-        self.forget(name)
+        self.settle()
         _log.info("adapter left: another one needs its room on disk", adapter=name)
         return True

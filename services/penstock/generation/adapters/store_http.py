@@ -13,7 +13,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, Unavailable
-from penstock.generation.adapters.adapter_source import CONFIG_FILE, WEIGHTS_FILE
+from penstock.generation.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 
 # Seconds without a byte after which a connection is given up, and the bytes that are read at once.
 _SILENT_SECONDS, _PIECE_BYTES = 30.0, 1 << 20

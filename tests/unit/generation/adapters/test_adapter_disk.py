@@ -10,7 +10,8 @@ import pytest
 from factories.servers.s3_server import ObjectStore, running_object_store
 from penstock.common.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.generation.adapters.adapter_disk import FOLDER, AdapterDisk
-from penstock.generation.adapters.adapter_source import CONFIG_FILE, WEIGHTS_FILE, S3Source
+from penstock.generation.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from penstock.generation.adapters.adapter_source import S3Source
 
 SIZE = 1000
 

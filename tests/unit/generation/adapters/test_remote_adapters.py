@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from penstock.generation.adapters.adapter_source import AllowedStores, S3Source
 from penstock.generation.adapters.remote_adapters import RemoteAdapters
 
@@ -29,33 +31,78 @@ class HeldFolders:
 
 
 class InterruptedStore:
-    """Stands for AdapterStore: something else happens while it loads."""
+    """Stands for AdapterStore: something else happens while it loads, or just after."""
 
     def __init__(self) -> None:
-        self.meanwhile: Callable[[], object] | None = None
+        self.known: dict[str, Path] = {}
+        self.before: Callable[[], object] | None = None
+        self.after: Callable[[], object] | None = None
 
     def check(self, name: str, *, replace: bool) -> None:
         pass
 
     def load(self, name: str, path: Path, *, root: Path, replace: bool) -> None:
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
+        before, self.before = self.before, None
+        after, self.after = self.after, None
+        if before is not None:
+            before()
+        self.known[name] = path
+        if after is not None:
+            after()
+
+    def infos(self) -> list[Any]:
+        return [SimpleNamespace(name=name, path=path) for name, path in self.known.items()]
 
 
-def test_each_folder_is_released_once_whatever_ends_meanwhile() -> None:
-    for forgets in (False, True):
-        store: Any = InterruptedStore()
-        disk: Any = HeldFolders()
-        remote = RemoteAdapters(store, disk, AllowedStores(()))
+class Loads:
+    """A store, a disk, and what loads from the one to the other."""
 
-        def load(source: S3Source, name: str = "a", remote: RemoteAdapters = remote) -> None:
-            remote.load(name, source, ROOT, replace=True, on_given_up=lambda: None)
+    def __init__(self) -> None:
+        self.store: Any = InterruptedStore()
+        self.disk: Any = HeldFolders()
+        self.remote = RemoteAdapters(self.store, self.disk, AllowedStores(()))
 
-        load(OLD)
-        # The same files under another name.
-        load(OLD, "beside")
-        store.meanwhile = (lambda remote=remote: remote.forget("a")) if forgets else (lambda load=load: load(NEW))
-        load(NEWER)
-        assert {name: count for name, count in disk.held.items() if count} == {"old": 1, "newer": 1}
-        assert remote.source_of("a") == NEWER
+    def load(self, source: S3Source, name: str = "a") -> None:
+        self.remote.load(name, source, ROOT, replace=True, on_given_up=lambda: None)
+
+    def unload(self, name: str = "a") -> None:
+        del self.store.known[name]
+        self.remote.settle()
+
+    def load_folder(self, name: str = "a") -> None:
+        self.store.known[name] = Path("elsewhere")
+        self.remote.settle()
+
+    def held(self) -> dict[str, int]:
+        return {name: count for name, count in self.disk.held.items() if count}
+
+
+@pytest.mark.parametrize("meanwhile", ["load", "unload", "load_folder"])
+def test_each_folder_is_released_once_whatever_ends_before_a_load(meanwhile: str) -> None:
+    made = Loads()
+    made.load(OLD)
+    # The same files under another name.
+    made.load(OLD, "beside")
+    made.store.before = (lambda: made.load(NEW)) if meanwhile == "load" else getattr(made, meanwhile)
+    made.load(NEWER)
+    assert made.held() == {"old": 1, "newer": 1}
+    assert made.remote.source_of("a", ROOT / "newer") == NEWER
+
+
+@pytest.mark.parametrize("meanwhile", ["load", "unload", "load_folder"])
+def test_a_load_that_others_overtook_at_its_end_holds_nothing(meanwhile: str) -> None:
+    made = Loads()
+    made.load(OLD)
+    made.store.after = (lambda: made.load(NEW)) if meanwhile == "load" else getattr(made, meanwhile)
+    made.load(NEWER)
+    assert made.held() == ({"new": 1} if meanwhile == "load" else {})
+    assert made.remote.source_of("a", ROOT / "newer") is None
+
+
+def test_the_same_files_again_are_held_once() -> None:
+    made = Loads()
+    made.load(OLD)
+    made.load(OLD)
+    assert made.held() == {"old": 1}
+    made.unload()
+    assert made.held() == {}
