@@ -370,6 +370,7 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
         "deepseek_v32",
         "deepseek_v3",
         "deepseek_v31",
+        "kimi_k3",
         "kimi_k2",
         "minimax_m2",
         "seed_oss",
@@ -383,7 +384,17 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
         "llama3",
         "hermes",
     ] = option("auto", "Format of the model's tool calls; auto: as its chat template has it.", group=CHATS)
-    reasoning_format: Literal["auto", "none", "gemma", "mistral", "seed", "kimi", "granite", "think"] = option(
+    reasoning_format: Literal[
+        "auto",
+        "none",
+        "gemma",
+        "mistral",
+        "seed",
+        "kimi_k3",
+        "kimi",
+        "granite",
+        "think",
+    ] = option(
         "auto",
         "Format of the model's reasoning; auto: as its chat template has it; none: it stays in the text.",
         group=CHATS,

@@ -83,11 +83,11 @@ class ChatParser:
         `max_calls`: one more call ends the answer; 0: no limit. `distinct_calls`: a repeated call also ends it."""
         self._parse_tools = parse_tools
         self._chat, self._format = chat, chat.tools
-        self._opens = (*chat.tools.opens, *chat.tools.inline)
+        self._opens, self._around = (*chat.tools.opens, *chat.tools.inline), chat.tools.around
         self._thought = chat.reasoning or THINK
         closes = self._thought.closes
         self._close = marks_of(closes)
-        self._marks = chat.tools.call_marks() if parse_tools else marks_of()
+        self._marks = chat.tools.call_marks(*self._around) if parse_tools else marks_of(*self._around)
         self._thought_marks = chat.tools.call_marks(closes) if parse_tools else self._close
         self._schemas = schemas or {}
         self._filter = CallFilter(max_calls, distinct=distinct_calls)
@@ -119,7 +119,7 @@ class ChatParser:
     @property
     def is_plain(self) -> bool:
         """True when all further text comes out unchanged, and nothing is held back."""
-        return self._state is _State.CONTENT and not self._parse_tools
+        return self._state is _State.CONTENT and not self._parse_tools and not self._around
 
     @property
     def ends_in_tool_calls(self) -> bool:
@@ -278,7 +278,7 @@ class ChatParser:
         return bool(self._held)
 
     def _content(self, piece: ChatPiece) -> bool:
-        if not self._parse_tools:
+        if not self._parse_tools and not self._around:
             piece.text += self._held
             self._held = ""
             return False
@@ -289,17 +289,23 @@ class ChatParser:
         self._held = self._held[keep:]
         if begin < 0:
             return False
+        if opened in self._around:
+            self._held = self._held[len(opened) :]
+            return bool(self._held)
         self._open_call(opened)
         return True
 
     def _after_call(self, piece: ChatPiece) -> bool:
         stripped = self._held.lstrip()
-        opened = next((one for one in self._opens if stripped.startswith(one)), "")
+        opened = next((one for one in (*self._opens, *self._around) if stripped.startswith(one)), "")
+        if opened in self._around:
+            self._held = stripped[len(opened) :]
+            return bool(self._held)
         if opened:
             self._held = stripped
             self._open_call(opened)
             return True
-        if not stripped or any(one.startswith(stripped) for one in self._opens):
+        if not stripped or any(one.startswith(stripped) for one in (*self._opens, *self._around)):
             return False
         self._state, self._ends_in_calls = _State.CONTENT, False
         return True

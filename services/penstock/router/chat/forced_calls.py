@@ -11,6 +11,7 @@ from typing import Any
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.formats import ChatFormat
 from penstock.router.chat.gemma_arguments import GemmaArguments, GrammarParts
+from penstock.router.chat.kimi_k3_calls import XTML_ANSWER, XTML_CALLS, escaped
 from penstock.router.chat.parameter_schema import alternatives, is_text_schema
 
 # Placeholder in a form's text: the number of the call.
@@ -22,6 +23,8 @@ _ANYTHING: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
 _ANY_TOOL = "without a schema"
 _MOST_MEMBERS = 64
 _CONTROL = re.compile("[\x7f-\x9f]")
+# JSON's types that Kimi K3 names beside a value which is no text.
+_XTML_KINDS = ("number", "boolean", "null", "object", "array")
 # JSON as models write it: no text that a parser could take for the end of a call.
 _GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
@@ -41,6 +44,8 @@ class _Text:
     is_own: bool = True
     # Arguments in Gemma's spelling, with their last brace.
     is_gemma: bool = False
+    # Names are values of attributes, and the second %s of `members` is the type of a value.
+    is_xtml: bool = False
 
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -82,6 +87,15 @@ _TEXTS: Mapping[str, _Text] = {
         "",
         "</｜DSML｜function_calls>",
         ('<｜DSML｜parameter name="%s" string="%s">', "</｜DSML｜parameter>\n"),
+    ),
+    "kimi_k3": _Text(
+        f'<|open|>call tool="%s" index="{_NUMBER}"<|sep|>',
+        "<|close|>call<|sep|>",
+        XTML_CALLS[0],
+        "",
+        XTML_CALLS[1],
+        ('<|open|>argument key="%s" type="%s"<|sep|>', "<|close|>argument<|sep|>"),
+        is_xtml=True,
     ),
     "kimi_k2": _Text(
         f"<|tool_call_begin|>functions.%s:{_NUMBER}<|tool_call_argument_begin|>",
@@ -181,7 +195,7 @@ class _Grammar:
         calls = " | ".join(self._call(name, schema) for name, schema in schemas.items())
         most = 1 if written.is_single else max_calls
         many = f"({self._text(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
-        start = f"{thought} {self._text(written.begin)} call {many} {self._text(written.end)}"
+        start = f"{thought} {self._before_calls()} {self._text(written.begin)} call {many} {self._text(written.end)}"
         return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
 
     def build_held(self, schemas: Schemas, strict: Collection[str], *, max_calls: int) -> HeldGrammar:
@@ -214,10 +228,22 @@ class _Grammar:
         is_json = '"name": "' in head
         if upto_name:
             head = head[: head.index("%s") + 2] + ('"' if is_json else "")
-        return head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
+        return head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else self._name(name))
+
+    def _name(self, name: str) -> str:
+        return escaped(name) if self._written.is_xtml else name
+
+    def _before_calls(self) -> str:
+        """Terms of an empty answer before the calls, where the prompt may have begun one."""
+        if not self._written.is_xtml:
+            return ""
+        opens, closes = XTML_ANSWER[:2]
+        return f"({self._text(opens)})? {self._text(closes)}"
 
     def build_answer(self, *, in_reasoning: bool) -> str:
         begin = f"{self._text(_HARMONY_ANSWER)} " if self._chat.tools.is_harmony else ""
+        if self._written.is_xtml:
+            begin = f"({self._text(XTML_ANSWER[0])})? "
         return "\n".join([f"start: {self._thought(in_reasoning)} {begin}@answer", *self._rules]) + "\n"
 
     def _thought(self, in_reasoning: bool) -> str:
@@ -269,9 +295,18 @@ class _Grammar:
         key = f'{self._text(before)} /[^<>"=\\n]{{1,128}}/'
         if "%s" not in after:
             return f"({key} {self._text(after)} {texts}){{0,{_MOST_MEMBERS}}}"
-        is_text = f"{self._text(after.replace('%s', 'true'))} {texts}"
-        is_json = f"{self._text(after.replace('%s', 'false'))} {self._json({}, _ANY_TOOL)} {self._text(closes)}"
+        is_text = f"{self._typed(after, {'type': 'string'}, {})} {texts}"
+        is_json = f"{self._typed(after, {}, {})} {self._json({}, _ANY_TOOL)} {self._text(closes)}"
         return f"({key} ({is_text} | {is_json})){{0,{_MOST_MEMBERS}}}"
+
+    def _typed(self, opens: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """Terms of the text before a value, with what tells its type in place of %s, where the format tells it."""
+        is_text = is_text_schema(schema)
+        if not self._written.is_xtml:
+            return self._text(opens.replace("%s", "true" if is_text else "false"))
+        before, after = opens.split("%s", 1)
+        kinds = ("string",) if is_text else _kinds_of(schema, root)
+        return f"{self._text(before)} ({' | '.join(map(_literal, kinds))}) {self._text(after)}"
 
     def _members(self, schema: Mapping[str, Any], tool: str) -> str:
         properties, required = schema.get("properties"), schema.get("required")
@@ -293,17 +328,24 @@ class _Grammar:
     def _value(self, key: str, schema: Mapping[str, Any], shared: Mapping[str, Any], origin: str) -> str:
         """Terms of a parameter; its values are texts, or none of them is."""
         opens, closes = self._written.members or ("", "")
-        opens = opens.replace("%s", key, 1).replace("%s", "true" if is_text_schema(schema) else "false")
+        # A key may hold the placeholder itself.
+        before, after = opens.split("%s", 1)
+        before += self._name(key)
+        begin = (
+            f"{self._text(before)} {self._typed(after, schema, shared)}"
+            if "%s" in after
+            else self._text(before + after)
+        )
         if not is_text_schema(schema):
-            return f"{self._text(opens)} {self._json({**shared, **schema}, origin)} {self._text(closes)}"
+            return f"{begin} {self._json({**shared, **schema}, origin)} {self._text(closes)}"
         listed = schema["enum"] if isinstance(schema.get("enum"), list) else None
         if listed is None and "const" in schema:
             listed = [schema["const"]]
         if listed is not None:
             values = " | ".join(self._text(str(value)) for value in listed)
-            return f"{self._text(opens)} ({values}) {self._text(closes)}"
+            return f"{begin} ({values}) {self._text(closes)}"
         words = {word: schema[word] for word in _TEXT_WORDS if word in schema}
-        return f"{self._text(opens)} {self._value_text(words, closes, origin)}"
+        return f"{begin} {self._value_text(words, closes, origin)}"
 
     def _add(self, name: str, terms: str) -> None:
         self._rules.append(f"{name}: {terms}")
@@ -353,6 +395,14 @@ class _Grammar:
             elif part:
                 terms.append(_literal(part))
         return " ".join(terms)
+
+
+def _kinds_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the words of Kimi K3 for the types that values of a schema may have; those of a text are no part of it."""
+    named = {one.get("type") for one in alternatives(schema, root)}
+    found = tuple(one for one in _XTML_KINDS if one in named or (one == "number" and "integer" in named))
+    # Without a type it may be any.
+    return _XTML_KINDS if None in named or not found else found
 
 
 def _literal(text: str) -> str:

@@ -9,6 +9,7 @@ from penstock.common.errors import StartupError
 from penstock.router.chat import call_programs as programs
 from penstock.router.chat.call_block import Program
 from penstock.router.chat.gemma_calls import GEMMA_END, GEMMA_QUOTE, gemma
+from penstock.router.chat.kimi_k3_calls import XTML_ANSWER, XTML_CALLS, XTML_CLOSE, XTML_OPEN, XTML_SEP, kimi_k3
 from penstock.router.chat.marks import Marks, marks_of
 
 
@@ -44,6 +45,8 @@ class ToolFormat:
     inner: tuple[str, ...] = ()
     # Messages on channels, which have their own parser.
     is_harmony: bool = False
+    # Markers around the text of an answer, which are no part of it; the first one begins it.
+    around: tuple[str, ...] = ()
 
     def call_marks(self, *more: str) -> Marks:
         """Markers of the start of calls, and further ones."""
@@ -67,7 +70,7 @@ class ChatFormat:
         """Markers that must reach the parser although a vocabulary calls them special."""
         row = self.reasoning
         thought = () if row is None else (row.opens, row.closes, *row.inner)
-        if with_tools or self.tools.is_harmony:
+        if with_tools or self.tools.is_harmony or self.tools.around:
             return (*self.tools.opens, *self.tools.inner, *thought)
         return thought
 
@@ -77,6 +80,13 @@ REASONING = (
     ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>thought",), ("<|channel>",)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
     ReasoningFormat("seed", "<seed:think>", "</seed:think>", ("<seed:think>",)),
+    ReasoningFormat(
+        "kimi_k3",
+        f"{XTML_OPEN}think{XTML_SEP}",
+        f"{XTML_CLOSE}think{XTML_SEP}",
+        (XTML_OPEN,),
+        (XTML_OPEN, XTML_CLOSE, XTML_SEP),
+    ),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
     ReasoningFormat(
         "granite",
@@ -150,6 +160,16 @@ TOOLS = (
         program=programs.deepseek,
         marks=(("<｜tool▁sep｜>",),),
         inner=(programs.DEEPSEEK_CALL, programs.DEEPSEEK_SEP, programs.DEEPSEEK_CALL_END, programs.DEEPSEEK_END),
+    ),
+    ToolFormat(
+        "kimi_k3",
+        "Kimi K3",
+        opens=(XTML_CALLS[0],),
+        program=kimi_k3,
+        # Templates put the tags together.
+        marks=((XTML_OPEN, XTML_CLOSE, XTML_SEP),),
+        inner=(XTML_OPEN, XTML_CLOSE, XTML_SEP),
+        around=XTML_ANSWER,
     ),
     ToolFormat(
         "kimi_k2",

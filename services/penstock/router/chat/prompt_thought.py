@@ -28,8 +28,10 @@ def thought_before(chat: ChatFormat, prompt: str, *, goes_on: bool) -> common_pb
     if thought is None:
         return None
     is_open = prompt_opens_reasoning(prompt, thought)
-    # A template that closes a thought at once asks for none. One that names no thought is for a model without thoughts.
-    may_come = chat.thinks and not goes_on and not prompt.rstrip().endswith(thought.closes)
+    # A template that closes a thought at once, or begins the answer, asks for none. One that names no thought is for a
+    # model without thoughts.
+    ends = (thought.closes, *chat.tools.around[:1])
+    may_come = chat.thinks and not goes_on and not prompt.rstrip().endswith(ends)
     if not is_open and not may_come:
         return None
     return common_pb2.Thought(opens=thought.opens, closes=[thought.closes], is_open=is_open)

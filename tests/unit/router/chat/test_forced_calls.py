@@ -39,7 +39,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 NOTE = {"note": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}}
 NAMES = [row.name for row in TOOLS]
-MEMBERS = ["qwen3_coder", "seed_oss", "minimax_m2", "glm4", "deepseek_v32", "deepseek_v4"]
+MEMBERS = ["qwen3_coder", "seed_oss", "minimax_m2", "glm4", "deepseek_v32", "deepseek_v4", "kimi_k3"]
 
 
 def grammar_of(name: str, schemas: dict[str, dict[str, Any]], **settings: Any) -> str:
@@ -110,6 +110,9 @@ def member_call(name: str, value: str, *, is_string: bool = True) -> str:
         "minimax_m2": f'<minimax:tool_call>\n<invoke name="note">\n<parameter name="text">{value}</parameter>\n'
         "</invoke>\n</minimax:tool_call>",
         "glm4": f"<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        "kimi_k3": '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="note" index="1"<|sep|>'
+        f'<|open|>argument key="text" type="{"string" if is_string else "null"}"<|sep|>{value}<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
         "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="note">\n<｜DSML｜parameter name="text" '
         f'string="{str(is_string).lower()}">{value}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     }[name.replace("_v4", "_v32")].replace(
@@ -217,6 +220,42 @@ def test_a_thought_may_come_first_and_ends_where_the_prompt_began_it() -> None:
     assert not accepts(begun, call)
 
 
+def test_kimi_k3_names_the_types_that_a_schema_has_and_escapes_names() -> None:
+    schemas = {
+        'a"&b': {
+            "type": "object",
+            "properties": {
+                'k"': {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "t": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+            },
+            "required": ['k"'],
+        }
+    }
+    grammar = compiled(lark(grammar_of("kimi_k3", schemas)))
+
+    def call(kind: str, value: str, *more: str) -> str:
+        key = f'<|open|>argument key="k&quot;" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+        begin = '<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="a&quot;&amp;b"'
+        return f'{begin} index="1"<|sep|>{key}{"".join(more)}<|close|>call<|sep|><|close|>tools<|sep|>'
+
+    text = call("number", "3", '<|open|>argument key="t" type="array"<|sep|>[1, 2]<|close|>argument<|sep|>')
+    assert accepts(grammar, text)
+    assert calls_of("kimi_k3", text, schemas) == ("", [('a"&b', {'k"': 3, "t": [1, 2]})], True)
+    assert accepts(
+        grammar, call("null", "null", '<|open|>argument key="t" type="string"<|sep|>x<|close|>argument<|sep|>')
+    )
+    for wrong in (call("string", "3"), call("boolean", "3"), call("number", '"3"')):
+        assert not accepts(grammar, wrong)
+
+
+def test_a_key_that_looks_like_a_placeholder_is_written_as_it_is() -> None:
+    schemas = {"note": {"type": "object", "properties": {"%s": {"type": "integer"}}, "required": ["%s"]}}
+    for name in ("deepseek_v4", "kimi_k3"):
+        text = written(grammar_of(name, schemas, max_calls=1), "", 1)
+        (call,) = calls_of(name, text, schemas)[1]
+        assert set(call[1]) == {"%s"}
+
+
 def answer_state(name: str, reasoning: str, **settings: Any) -> Any:
     chat = choose_format("", name, reasoning)
     ids = {marker: ids_of(marker) for marker in chat.kept_for(with_tools=True)}
@@ -231,6 +270,12 @@ def test_an_answer_of_channels_comes_in_the_final_one_after_a_thought_or_at_once
     assert accepts(grammar, f"<|channel|>analysis<|message|>Is it 7?<|end|><|start|>assistant{answer}")
     for wrong in ("42", answer.removesuffix("42") + "x", "<|channel|>analysis<|message|>42", answer.removesuffix("42")):
         assert not accepts(grammar, wrong)
+
+
+def test_an_answer_of_kimi_k3_begins_behind_its_marker() -> None:
+    grammar = answer_state("kimi_k3", "kimi_k3", in_reasoning=True)
+    assert accepts(grammar, "Is it 7?<|close|>think<|sep|><|open|>response<|sep|>42")
+    assert not accepts(grammar, "Is it 7?<|close|>think<|sep|><|open|>response<|sep|>x")
 
 
 def test_an_answer_of_a_model_without_thoughts_is_all() -> None:

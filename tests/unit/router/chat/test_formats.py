@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.router.chat.chat_output import make_parser
 from penstock.router.chat.formats import REASONING, TOOLS, ReasoningFormat, ToolFormat, choose_format
+from penstock.router.chat.prompt_thought import thought_before
 from penstock.router.config import RouterConfig
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -306,6 +307,58 @@ EXAMPLES = [
     ),
     Example("gemma4", '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|>', [OSLO]),
     Example(
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
+        'type="string"<|sep|>Oslo<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        [OSLO],
+    ),
+    Example(
+        "kimi_k3",
+        "<|open|>think<|sep|>Both.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
+        'type="string"<|sep|>Paris<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3'
+        '<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="get_time" index="2"<|sep|><|open|>argument '
+        'key="zone" type="string"<|sep|>Europe/Oslo<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+        "<|close|>message<|sep|>",
+        [PARIS, TIME],
+        "I look.",
+        "Both.",
+    ),
+    # Values of every type, attributes with escapes, and a call without arguments.
+    Example(
+        "kimi_k3",
+        '<|open|>tools<|sep|>\n<|open|>call tool="search" index="1"<|sep|><|open|>argument key="query" '
+        'type="string"<|sep|> żółw "<b>" &amp;\n<|close|>argument<|sep|><|open|>argument key="filters" '
+        'type="object"<|sep|>{"by": ["a", null, -1.5e3]}<|close|>argument<|sep|><|open|>argument key="exact" '
+        'type="boolean"<|sep|>true<|close|>argument<|sep|><|open|>argument key="a &amp; &quot;b&quot;" '
+        'type="null"<|sep|>null<|close|>argument<|sep|><|close|>call<|sep|>\n<|open|>call tool="get_time" index="2"'
+        "<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        [
+            (
+                "search",
+                {
+                    "query": ' żółw "<b>" &amp;\n',
+                    "filters": {"by": ["a", None, -1500.0]},
+                    "exact": True,
+                    'a & "b"': None,
+                },
+            ),
+            ("get_time", {}),
+        ],
+    ),
+    # One object of JSON in place of the arguments; a value without its type.
+    Example(
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
+        '{"city": "Paris", "days": 3}<|close|>json<|sep|><|close|>call<|sep|><|open|>call tool="get_weather" '
+        'index="2"<|sep|><|open|>argument key="days"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>",
+        [PARIS, ("get_weather", {"days": 3})],
+    ),
+    Example("kimi_k3", "<|open|>response<|sep|>It is 4.<|close|>response<|sep|>", [], "It is 4."),
+    # The prompt has begun the answer.
+    Example("kimi_k3", "It is 4.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>", [], "It is 4."),
+    Example(
         "gemma4",
         "<|channel>thought\nBoth are needed.\n<channel|>I look."
         '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
@@ -346,7 +399,7 @@ EXAMPLES = [
     ),
 ]
 # Reasoning of the examples' own models.
-THOUGHTS = {"gemma4": "gemma", "mistral": "mistral", "seed_oss": "seed"}
+THOUGHTS = {"gemma4": "gemma", "kimi_k3": "kimi_k3", "mistral": "mistral", "seed_oss": "seed"}
 
 
 def parse(
@@ -481,6 +534,8 @@ def test_any_text_parses_alike_in_every_split(case: tuple[str, list[str]]) -> No
         ("granite", "<|tool_call|>[not json]"),
         ("glm4", "<tool_call>no name here {}</tool_call>"),
         ("kimi_k2", "<|tool_calls_section_begin|>nothing"),
+        ("kimi_k3", "<|open|>tools<|sep|>nothing"),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call index="1"<|sep|><|close|>call<|sep|>'),
         ("deepseek_v31", "<｜tool▁calls▁begin｜>nothing"),
         ("qwen3_coder", "<tool_call>nothing</tool_call>"),
         ("gemma4", "<|tool_call>weather{city:1}<tool_call|>"),
@@ -503,6 +558,7 @@ def test_what_is_no_call_comes_back_as_it_was(name: str, text: str) -> None:
         ("llama4", "<|python_start|>[get_weather(Oslo)]"),
         ("minimax_m2", "<minimax:tool_call>x"),
         ("gemma4", "<|tool_call>x"),
+        ("kimi_k3", "<|open|>tools<|sep|>x"),
         ("phi4", "Python has functools and "),
     ],
 )
@@ -554,6 +610,23 @@ def test_text_of_a_parameter_that_is_text_stays_as_it_is() -> None:
     assert parse("glm4", [text])[2][0][1] == '{"zone": "007"}'
 
 
+def test_no_thought_comes_where_the_prompt_has_begun_the_answer() -> None:
+    chat = choose_format("<|open|><|close|><|sep|>")
+    assert thought_before(chat, '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>', goes_on=False) is None
+    found = thought_before(chat, '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>', goes_on=False)
+    assert found is not None
+    assert (found.is_open, list(found.closes)) == (True, ["<|close|>think<|sep|>"])
+
+
+def test_markers_around_an_answer_are_no_part_of_it_where_no_tools_are_offered() -> None:
+    chat = choose_format("<|open|><|close|><|sep|>")
+    parser = make_parser(chat, parse_tools=False, in_reasoning=True)
+    text = "Hm.<|close|>think<|sep|><|open|>response<|sep|>a <|b<|close|>response<|sep|><|close|>message<|sep|>"
+    pieces = [*map(parser.feed, text), parser.finish()]
+    assert "".join(piece.reasoning for piece in pieces) == "Hm."
+    assert "".join(piece.text for piece in pieces) == "a <|b"
+
+
 @pytest.mark.parametrize("row", REASONING, ids=lambda row: row.name)
 def test_thought_of_each_reasoning_format(row: Any) -> None:
     parser = make_parser(choose_format("", "hermes", row.name), parse_tools=False)
@@ -580,6 +653,7 @@ def test_reasoning_none_leaves_thoughts_in_the_text() -> None:
         ("<tool_call>x<arg_key>k</arg_key><arg_value>", "glm4", "think"),
         ("<|tool_calls_section_begin|><|tool_call_argument_begin|>", "kimi_k2", "think"),
         ("<|im_user|>user<|im_middle|>{{ content }}<|im_end|>", "kimi_k2", "think"),
+        ("{{ '<|open|>' + tag }}{{ '<|sep|>' }} {{ '<|close|>' + tag + '<|sep|>' }}", "kimi_k3", "kimi_k3"),
         ("<|start|>assistant<|channel|>final<|message|>", "harmony", "think"),
         ("<|start_of_role|>assistant<|tool_call|> Here is my thought process:", "granite", "granite"),
         ("<minimax:tool_call>", "minimax_m2", "think"),
@@ -630,6 +704,8 @@ MARKED = [
     if example.calls
     and (example.format == "seed_oss" or not example.reasoning)
     and example.format != "harmony"
+    # In a thought these markers are a part of it.
+    and "<|open|>response" not in example.text
     and not (example.format.startswith("llama") and example.text[:1] in "[{")
 ]
 

@@ -122,6 +122,8 @@ def test_arguments_of_a_tool_that_is_not_strict_are_any(name: str) -> None:
         'string="false">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
         "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
         '{"x": [1]}<|tool_call_end|><|tool_calls_section_end|>',
+        "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get" index="1"<|sep|><|open|>argument key="x" '
+        'type="array"<|sep|>[1]<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
         "minimax_m2": '<minimax:tool_call>\n<invoke name="get">\n<parameter name="x">[1]</parameter>\n</invoke>\n'
         "</minimax:tool_call>",
         "qwen3_coder": "<tool_call>\n<function=get>\n<parameter=x>\n[1]\n</parameter>\n</function>\n</tool_call>",
