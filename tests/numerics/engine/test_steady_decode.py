@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
@@ -21,8 +22,12 @@ from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import BlockCopy, Fork, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.draft_head import Embed
 from penstock.generation.models.registry import load_model
+from penstock.generation.runner.draw_rows import EntryRows
+from penstock.generation.runner.feature_tap import FeatureTap
 from penstock.generation.runner.model_runner import ModelRunner
 
 BLOCK_SIZE, BLOCKS_EACH, MOST_SEQUENCES = 4, 24, 5
@@ -59,12 +64,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, _instruction_set: None) -> 
 class Run:
     """A runner with a pool and sequences of its own, and how often it went on from the last step."""
 
-    def __init__(self, model: CausalLM, *, steady: bool) -> None:
+    def __init__(self, model: CausalLM, *, steady: bool, tap: FeatureTap | None = None) -> None:
         facts = model.config
         heads = facts.num_kv_heads, facts.head_dim
         pool = unwritten_pool(facts.num_layers, MOST_SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, *heads, model.dtype)
         self.pool: KVCachePool = pool
-        self.runner = ModelRunner(model, pool)
+        self.runner = ModelRunner(model, pool, tap=tap)
         self.sequences: dict[int, Sequence] = {}
         self.num_steady = 0
         self._steady = steady
@@ -98,6 +103,20 @@ class Run:
             entry.sequence.num_computed_tokens += entry.num_tokens
             entry.sequence.token_ids.append(result.sampled[entry.sequence.seq_id].token_id)
         return result
+
+
+class Collector:
+    """A tap that keeps what it is given: (seq_id, place) -> (taps, hidden)."""
+
+    taps = (1, 2, 0)
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], torch.Tensor] = {}
+
+    def take(self, entries: Items[EntryRows], rows_TKI: torch.Tensor, embed: Embed) -> None:
+        for entry, first in entries:
+            for place in range(entry.num_tokens):
+                self.rows[entry.sequence.seq_id, entry.start + place] = rows_TKI[first + place]
 
 
 def equal_pools(one: KVCachePool, other: KVCachePool) -> bool:
@@ -182,6 +201,29 @@ def test_plain_decode_steps_go_on_however_long_the_sequences_grow(models: Any) -
     # Not the prompts, the first step after them, and one for each time that the tables were too narrow, and after it.
     assert 90 - 6 <= runs[0].num_steady <= 90 - 3
     assert equal_pools(runs[0].pool, runs[1].pool)
+
+
+def test_tapped_steps_go_on_with_the_taps_of_the_usual_way(models: Any) -> None:
+    """Sequence 1 is not tapped: its rows lie between those of the others."""
+    model = models("tied", "bfloat16", "none")
+    taps = [Collector(), Collector()]
+    runs = [Run(model, steady=steady, tap=tap) for steady, tap in zip((True, False), taps, strict=True)]
+    for run in runs:
+        run.add(0, [1, 2, 3], mode=AssistanceOptions())
+        run.add(1, [4, 5])
+        run.add(2, [6], mode=AssistanceOptions())
+        for _ in range(8):
+            run.step([0, 1, 2])
+        run.remove(0)
+        for _ in range(4):
+            run.step([1, 2])
+    # Neither the prompts, nor the step that releases, nor the one after each.
+    assert runs[0].num_steady == 6 + 3
+    # All rows that were computed.
+    assert taps[0].rows.keys() == {(0, place) for place in range(10)} | {(2, place) for place in range(12)}
+    assert taps[0].rows.keys() == taps[1].rows.keys()
+    assert all(torch.equal(rows, taps[1].rows[key]) for key, rows in taps[0].rows.items())
+    assert runs[0].sequences[2].token_ids == runs[1].sequences[2].token_ids
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,12 @@ def metadata_of(first: int, count: int) -> tuple[AttentionMetadata, Tensor]:
     return AttentionMetadata.build([count], [first + count], torch.arange(32, dtype=torch.int32)[None], BLOCK_SIZE)
 
 
-def tapped(model: CausalLM, ids: Tensor, layers: tuple[int, ...]) -> list[Tensor]:
+def tapped(model: CausalLM, ids: Tensor, layers: tuple[int, ...]) -> Tensor:
     config, taps = model.config, LayerTaps(layers)
     metadata, positions = metadata_of(0, len(ids))
     model.forward(ids, positions, metadata, pool(config.num_layers, config.num_kv_heads, config.head_dim), keeper=taps)
-    return [taps.states[layer] for layer in layers]
+    assert taps.rows_TKI is not None
+    return taps.rows_TKI
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
@@ -70,7 +71,7 @@ def test_a_head_computes_what_its_paper_says_row_by_row_and_in_a_chain(
         embeds = hf.get_input_embeddings()(ids[1:])
         assert head.taps == (2, 2, 2)
         features = theirs.features(*(states[tap][0, :-1] for tap in head.taps))
-        ours = head.features([state[:-1] for state in tapped(model, ids, head.taps)])
+        ours = head.features(tapped(model, ids, head.taps)[:-1])
         torch.testing.assert_close(ours, features, atol=2e-4, rtol=1e-3)
         kv = pool(1, head.config.num_kv_heads, head.config.head_dim)
         pieces = []

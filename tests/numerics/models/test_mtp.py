@@ -94,7 +94,7 @@ def test_the_layer_computes_what_the_paper_says_row_by_row_and_in_a_chain(
             rows = slice(first, first + count)
             metadata, positions = _metadata(first, count)
             embeds = head.embedded(ids[1:][rows], model.embed)
-            pieces.append(head.forward(embeds, head.features([states[rows]]), positions, metadata, kv))
+            pieces.append(head.forward(embeds, head.features(states[rows][:, None]), positions, metadata, kv))
         torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-3, rtol=1e-3)
         scores = head.scores(torch.cat(pieces))
         torch.testing.assert_close(scores, expected @ carried.head_VI.T, atol=5e-3, rtol=1e-3)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture
     from penstock.generation.layers.lora import AdapterBatch
-    from penstock.generation.models.hidden_keeper import StateKeeper
+    from penstock.generation.models.hidden_keeper import LayerTaps, StateKeeper
     from penstock.generation.models.language_model import LanguageModel
 
 # Rows of `_Bucket.rows_4B`.
@@ -126,13 +126,17 @@ class CapturedLM(CausalLM):
         rows_R: Tensor | None = None,
         embeds_TI: Tensor | None = None,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See CausalLM; the logits of the rows are in memory."""
         self._results = None
-        if rows_R is None and embeds_TI is None and adapters is None and self._takes(metadata, kv):
+        is_plain = rows_R is None and embeds_TI is None and adapters is None and taps is None
+        if is_plain and self._takes(metadata, kv):
             hidden, _, ids = self._decoded(input_ids_T, positions_T, metadata)
             return hidden, ids
-        hidden = super().forward(input_ids_T, positions_T, metadata, kv, rows_R, embeds_TI=embeds_TI, adapters=adapters)
+        hidden = super().forward(
+            input_ids_T, positions_T, metadata, kv, rows_R, embeds_TI=embeds_TI, keeper=taps, adapters=adapters
+        )
         if rows_R is not None and adapters is not None and adapters.changes_site(self.head_site):
             adapters = adapters.select(rows_R.tolist())
         return hidden, _best(super().compute_logits(hidden, adapters))
@@ -147,6 +151,7 @@ class CapturedLM(CausalLM):
         tables_SB: Tensor,
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> list[int]:
         self._results = None
         count, size = len(ids), kv.block_size
@@ -156,7 +161,7 @@ class CapturedLM(CausalLM):
         slots = tables[np.arange(count), blocks].astype(np.int64) * size + offsets
         rows_4N = uploaded(np.array((ids, positions, slots, lengths), dtype=np.int64), self.device)
         width = -(-longest // size)
-        if adapters is not None or kv is not self._kv or count > self._sizes[-1]:
+        if adapters is not None or taps is not None or kv is not self._kv or count > self._sizes[-1]:
             metadata = AttentionMetadata(
                 query_start=torch.arange(count + 1, dtype=torch.int32, device=self.device),
                 context_lens=rows_4N[_LENGTHS].to(torch.int32),
@@ -166,7 +171,9 @@ class CapturedLM(CausalLM):
                 kv_lens=list(lengths),
                 max_context_len=longest,
             )
-            _, drawn = self.forward_and_draw(rows_4N[_IDS], rows_4N[_POSITIONS], metadata, kv, adapters=adapters)
+            _, drawn = self.forward_and_draw(
+                rows_4N[_IDS], rows_4N[_POSITIONS], metadata, kv, adapters=adapters, taps=taps
+            )
             return _read(drawn)
         bucket = self._bucket(count)
         bucket.rows_4B[:, :count] = rows_4N

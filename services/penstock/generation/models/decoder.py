@@ -27,6 +27,7 @@ from penstock.generation.layers.lora import (
     SiteAdapters,
 )
 from penstock.generation.models.fused import FusedLayers, can_fuse
+from penstock.generation.models.hidden_keeper import LayerTaps
 from penstock.generation.models.state_limits import NOT_ATTENDED
 from penstock.generation.weights.tensor_names import site_linears
 
@@ -82,7 +83,7 @@ class CausalLM:
         if self._embedding_scale != 1.0:
             self._rows = _Scaled(self._rows, self._embedding_scale)
         self._fused = (
-            FusedLayers(config, self.layers, norm, lm_head, rotaries, table, self._embedding_scale)
+            FusedLayers(config, self.layers, norm, lm_head, rotaries, table, self._embedding_scale, dtype)
             if can_fuse(config, self.layers, norm, lm_head, attention)
             else None
         )
@@ -198,19 +199,22 @@ class CausalLM:
         those of the T rows.
         """
         hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
-        if self._fused is not None and keeper is None and attention in (None, self.attention):
-            return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, draws=False)[0]
+        taps = keeper if isinstance(keeper, LayerTaps) else None
+        if self._fused is not None and keeper is taps and attention in (None, self.attention):
+            if taps is not None and taps.wants(len(self.layers)) and rows_R is not None:
+                return self._fused(hidden, positions_T, metadata, kv, None, adapters, taps, draws=False)[0][rows_R]
+            return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, draws=False)[0]
         step = self.step(positions_T, metadata, kv, attention, adapters)
         hidden = hidden.to(self.stream_dtype)
         pending: Tensor | None = None
         for number, layer in enumerate(self.layers):
-            if keeper is not None:
+            if keeper is not None and keeper.wants(number):
                 keeper.take(number, (hidden if pending is None else hidden + pending).to(self.dtype))
             pending = layer(hidden, pending, step)
         if self.config.delta is not None:
             note_lengths(metadata, kv)
         hidden = self._norm.add(hidden, pending)
-        if keeper is not None:
+        if keeper is not None and keeper.wants(len(self.layers)):
             keeper.take(len(self.layers), hidden)
         return hidden if rows_R is None else hidden[rows_R]
 
@@ -224,16 +228,17 @@ class CausalLM:
         rows_R: Tensor | None = None,
         embeds_TI: Tensor | None = None,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `forward`, and for each row the id of its highest logit (R): the first of equals, -1
-        where none is finite.
+        where none is finite. Fill `taps`, which may have rows after the final norm only where `rows_R` is None.
 
         The logits are never in memory, and nothing runs between layers and head. Call it only if `can_draw`.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
         hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
-        return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, draws=True)
+        return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, draws=True)
 
     def decode(
         self,
@@ -243,15 +248,17 @@ class CausalLM:
         tables_SB: Tensor,
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> list[int]:
         """Return the ids that `forward_and_draw` draws for one token of each sequence.
 
         `ids` are these tokens, `lengths` the sequences' lengths with them, `longest` the greatest of these. `tables_SB`
-        is as AttentionMetadata.block_tables. No adapter may change the embedding. Call it only where `can_draw`.
+        is as AttentionMetadata.block_tables. No adapter may change the embedding. Fill `taps`. Call it only where
+        `can_draw`.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
-        return self._fused.decode(ids, lengths, longest, tables_SB, kv, adapters)
+        return self._fused.decode(ids, lengths, longest, tables_SB, kv, adapters, taps)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:

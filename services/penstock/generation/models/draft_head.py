@@ -51,8 +51,8 @@ class DraftHead(ABC):
         self._stream = stream
 
     @abstractmethod
-    def features(self, states: Sequence[Tensor]) -> Tensor:
-        """Return rows (T, hidden) of the hidden states `taps`, each (T, hidden of the served model)."""
+    def features(self, taps_TKI: Tensor) -> Tensor:
+        """Return rows (T, hidden) of the hidden states `taps`, (T, taps, hidden of the served model)."""
 
     @abstractmethod
     def forward(

@@ -8,7 +8,6 @@ ids, less the head's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,8 +145,8 @@ class Eagle3Head(DraftHead):
         return self._table is not None
 
     @override
-    def features(self, states: Sequence[Tensor]) -> Tensor:
-        return self._fc(torch.cat(list(states), dim=-1))
+    def features(self, taps_TKI: Tensor) -> Tensor:
+        return self._fc(taps_TKI.flatten(1))
 
     @override
     def embedded(self, ids_T: Tensor, embed: Embed) -> Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.generation.layers.linear.base import Linear
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.layers.rope import RotaryEmbedding
+    from penstock.generation.models.hidden_keeper import LayerTaps
 
 
 class FusedLayers:
@@ -37,8 +38,10 @@ class FusedLayers:
         rotaries: Sequence[RotaryEmbedding],
         table: Tensor | None,
         embedding_scale: float,
+        dtype: torch.dtype,
     ) -> None:
-        """Take layers and head that `can_fuse` accepted. `table` is the embedding; None: it is the head's rows."""
+        """Take layers and head that `can_fuse` accepted. `table` is the embedding; None: it is the head's rows.
+        `dtype`: the model's."""
         last = cast(NativeLinear, head)
         # csrc/decoder/ops_decoder.cpp takes every one of these names and refuses others.
         sizes = {
@@ -68,6 +71,8 @@ class FusedLayers:
         self._forward, self._decode = decoder.forward, decoder.decode
         self._rotaries = tuple(rotaries)
         self._table = table
+        # Rows of taps are of this dtype and width.
+        self._like_TI = torch.empty((0, config.hidden_size), dtype=dtype)
 
     def __call__(
         self,
@@ -77,11 +82,12 @@ class FusedLayers:
         kv: KVCachePool,
         rows_R: Tensor | None,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
         *,
         draws: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return hidden_RI of `rows_R` (ascending; None: of all) after the final norm; overwrite the embeddings
-        `hidden_TI`.
+        `hidden_TI` and fill `taps`. They may have rows after the final norm only where all are wanted.
 
         `draws`: also return for each row the id of its highest logit (R), the first of equals, -1 if that is not
         finite; else an empty tensor. An unwanted row ends with its keys and values in the last layer.
@@ -101,6 +107,7 @@ class FusedLayers:
             *kv.tensors,
             None if adapters is None else adapters.native,
             kv.places,
+            None if taps is None else (list(taps.layers), taps.room(len(hidden_TI), hidden_TI)),
         )
         return result
 
@@ -112,12 +119,17 @@ class FusedLayers:
         tables: Tensor,
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> list[int]:
         """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. `tables` is as
-        AttentionMetadata.block_tables, or view_tables, and may be wider. No adapter may change the embedding."""
+        AttentionMetadata.block_tables, or view_tables, and may be wider. No adapter may change the embedding. Fill
+        `taps`."""
         cos, sin = self._tables(longest)
         native = None if adapters is None else adapters.native
-        drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors, native, kv.places)
+        tapped = None if taps is None else (list(taps.layers), taps.room(len(ids), self._like_TI))
+        drawn: list[int] = self._decode(
+            ids, lengths, tables, self._table, cos, sin, *kv.tensors, native, kv.places, tapped
+        )
         return drawn
 
     def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]]:

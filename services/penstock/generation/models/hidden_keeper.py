@@ -12,6 +12,9 @@ from torch import Tensor
 class StateKeeper(Protocol):
     """Keeper of every layer's hidden states."""
 
+    def wants(self, layer: int) -> bool:
+        """True when `take` keeps something of `layer`: nobody need make the others."""
+
     def take(self, layer: int, hidden_TI: Tensor) -> None:
         """Take the hidden states of `layer`, numbered as in HiddenKeeper. Must not change `hidden_TI`."""
 
@@ -21,6 +24,10 @@ class JointKeeper:
     """Several keepers of the same forward pass."""
 
     parts: tuple[StateKeeper, ...]
+
+    def wants(self, layer: int) -> bool:
+        """See StateKeeper."""
+        return any(part.wants(layer) for part in self.parts)
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:
         """See StateKeeper.take."""
@@ -46,21 +53,42 @@ class HiddenKeeper:
     # layer -> (R, hidden), in the model's dtype.
     states: dict[int, Tensor] = field(default_factory=dict)
 
+    def wants(self, layer: int) -> bool:
+        """See StateKeeper."""
+        return self.layers is None or layer in self.layers
+
     def take(self, layer: int, hidden_TI: Tensor) -> None:
         """Keep the rows of `layer` when it is one of the chosen ones."""
-        if self.layers is None or layer in self.layers:
+        if self.wants(layer):
             self.states[layer] = hidden_TI.index_select(0, self.rows_R)
 
 
-@dataclass(slots=True)
 class LayerTaps:
-    """Keeps all rows of a few layers, numbered as in HiddenKeeper, for a draft head."""
+    """Keeps all rows of a few layers, numbered as in HiddenKeeper, side by side, for a draft head."""
 
-    layers: tuple[int, ...]
-    # layer -> (T, hidden), in the model's dtype.
-    states: dict[int, Tensor] = field(default_factory=dict)
+    __slots__ = ("layers", "rows_TKI")
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        # (T, taps, hidden), in the model's dtype; None: no step was computed.
+        self.rows_TKI: Tensor | None = None
+
+    def room(self, num_rows: int, like_TI: Tensor) -> Tensor:
+        """Return new memory for the taps of a step's rows, of the width, dtype and device of `like_TI`. The caller
+        fills it, in place of `take`."""
+        self.rows_TKI = like_TI.new_empty((num_rows, len(self.layers), like_TI.shape[-1]))
+        return self.rows_TKI
+
+    def wants(self, layer: int) -> bool:
+        """See StateKeeper."""
+        return layer in self.layers
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:
         """Keep a copy of the rows of `layer` when it is one of the chosen ones: the stream is changed in place."""
-        if layer in self.layers:
-            self.states[layer] = hidden_TI.clone()
+        for place, tapped in enumerate(self.layers):
+            if tapped != layer:
+                continue
+            rows_TKI = self.rows_TKI
+            if rows_TKI is None:
+                rows_TKI = self.room(len(hidden_TI), hidden_TI)
+            rows_TKI[:, place] = hidden_TI

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
-    from penstock.generation.models.hidden_keeper import StateKeeper
+    from penstock.generation.models.hidden_keeper import LayerTaps, StateKeeper
 
 
 class LanguageModel(Protocol):
@@ -91,6 +91,7 @@ class LanguageModel(Protocol):
         rows_R: Tensor | None = None,
         embeds_TI: Tensor | None = None,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See CausalLM."""
 
@@ -102,6 +103,7 @@ class LanguageModel(Protocol):
         tables_SB: Tensor,
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> list[int]:
         """See CausalLM."""
 

@@ -8,7 +8,7 @@ SGLang.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,8 +86,8 @@ class MultiTokenHead(DraftHead):
         self.num_parameters = weights.num_parameters
 
     @override
-    def features(self, states: Sequence[Tensor]) -> Tensor:
-        return states[0]
+    def features(self, taps_TKI: Tensor) -> Tensor:
+        return taps_TKI[:, 0]
 
     @override
     def embedded(self, ids_T: Tensor, embed: Embed) -> Tensor:

@@ -143,6 +143,9 @@ class _EveryState:
     def __init__(self) -> None:
         self.states: list[Tensor] = []
 
+    def wants(self, layer: int) -> bool:
+        return True
+
     def take(self, layer: int, hidden_TI: Tensor) -> None:
         self.states.append(hidden_TI)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
-    from penstock.generation.models.hidden_keeper import StateKeeper
+    from penstock.generation.models.hidden_keeper import LayerTaps, StateKeeper
 
 # Reasons of requests that are refused.
 NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with chunks or odd heads"
@@ -178,6 +178,7 @@ class TransformersModel:
         rows_R: Tensor | None = None,
         embeds_TI: Tensor | None = None,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Raise RuntimeError: `can_draw` is false."""
         _refuse("fused layers")
@@ -190,6 +191,7 @@ class TransformersModel:
         tables_SB: Tensor,
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> list[int]:
         """Raise RuntimeError: `can_draw` is false."""
         _refuse("fused layers")

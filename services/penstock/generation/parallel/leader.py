@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights, EmbeddingPart, LoraPart
     from penstock.generation.models.decoder import CausalLM
-    from penstock.generation.models.hidden_keeper import StateKeeper
+    from penstock.generation.models.hidden_keeper import LayerTaps, StateKeeper
     from penstock.generation.parallel.processes import Ranks
 
 _NO_ATTENTIONS = "is not possible with this model: --tensor-parallel has its heads in several processes"
@@ -177,6 +177,7 @@ class LeaderModel:
         rows_R: Tensor | None = None,
         embeds_TI: Tensor | None = None,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> NoReturn:
         """See LanguageModel: not possible."""
         raise RuntimeError("the head of this model is in several processes")
@@ -189,6 +190,7 @@ class LeaderModel:
         tables_SB: Tensor,
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
+        taps: LayerTaps | None = None,
     ) -> NoReturn:
         """See LanguageModel: not possible."""
         raise RuntimeError("the head of this model is in several processes")

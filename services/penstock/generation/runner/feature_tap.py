@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.generation.core.step import SchedulerOutput
+    from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
     from penstock.generation.models.draft_head import Embed
     from penstock.generation.runner.draw_rows import EntryRows
 
@@ -24,36 +24,44 @@ class FeatureTap(Protocol):
         """Layers to take, numbered as HiddenKeeper's."""
         ...
 
-    def take(self, entries: Seq[EntryRows], states: Seq[Tensor], embed: Embed) -> None:
-        """Take the step's rows of the tapped layers, each (T, hidden). Those of `entries` count; `embed` is the
+    def take(self, entries: Seq[EntryRows], rows_TKI: Tensor, embed: Embed) -> None:
+        """Take the step's rows of the tapped layers, (T, taps, hidden). Those of `entries` count; `embed` is the
         embedding of the model that computed them."""
         ...
 
 
 class TappedStep:
-    """Taps of one step."""
+    """Taps of one step, and of others that follow it."""
 
-    __slots__ = ("_entries", "_tap", "layers")
+    __slots__ = ("_entries", "_places", "_tap", "layers")
 
-    def __init__(self, tap: FeatureTap, entries: Seq[EntryRows]) -> None:
-        self._tap, self._entries = tap, entries
+    def __init__(self, tap: FeatureTap, scheduled: Seq[ScheduledSequence], places: Seq[tuple[int, int]]) -> None:
+        """`places`: of the entries that are tapped, and the first row of each."""
+        self._tap, self._places = tap, places
+        self._entries: Seq[EntryRows] = [(scheduled[place], first) for place, first in places]
         self.layers = LayerTaps(tap.taps)
 
     @classmethod
     def of(cls, tap: FeatureTap, output: SchedulerOutput, row_starts: Seq[int]) -> TappedStep | None:
         """Return the taps of a step's entries; None: no request in it has a head's drafts."""
         # The mode is of the request: no adapter, grammar or option changes it.
-        pairs = zip(output.scheduled, row_starts, strict=False)
-        entries = [(entry, first) for entry, first in pairs if entry.sequence.params.mode.asks_draft_model]
-        return cls(tap, entries) if entries else None
+        places = [
+            (place, row_starts[place])
+            for place, entry in enumerate(output.scheduled)
+            if entry.sequence.params.mode.asks_draft_model
+        ]
+        return cls(tap, output.scheduled, places) if places else None
 
     def wants_last(self, num_layers: int) -> bool:
         """True when all rows after the final norm are tapped."""
         return num_layers in self.layers.layers
 
-    def hand_over(self, hidden_TI: Tensor, num_layers: int, embed: Embed) -> None:
-        """Hand the rows over after the forward pass; `hidden_TI` are its results, which count if `wants_last`."""
-        states = self.layers.states
-        if self.wants_last(num_layers):
-            states[num_layers] = hidden_TI
-        self._tap.take(self._entries, [states[layer] for layer in self.layers.layers], embed)
+    def hand_over(self, embed: Embed) -> None:
+        """Hand the rows over after the forward pass, which has filled `layers`."""
+        assert self.layers.rows_TKI is not None, "a step with taps fills them"
+        self._tap.take(self._entries, self.layers.rows_TKI, embed)
+
+    def follow(self, scheduled: Seq[ScheduledSequence]) -> None:
+        """Tap the next step, which has entries of the same sequences in the same rows."""
+        self.layers = LayerTaps(self.layers.layers)
+        self._entries = [(scheduled[place], first) for place, first in self._places]

@@ -51,7 +51,7 @@ class _Follower:
     # Inputs of its rows: row i reads the token after that of the served model's row `first` + i. At rest all computed
     # rows read the served model's hidden states.
     rows: Sequence
-    # Hidden states of rows that are not computed yet, (rows, taps x hidden) each, in order.
+    # Hidden states of rows that are not computed yet, (rows, taps, hidden) each, in order.
     waiting: list[Tensor] = field(default_factory=list)
     num_waiting: int = 0
     # Draws the drafts; None: none was asked for yet.
@@ -128,18 +128,18 @@ class HeadDrafter:
         return self._tables.pool.num_used
 
     @torch.inference_mode()
-    def take(self, entries: Seq[EntryRows], states: Seq[Tensor], embed: Embed) -> None:
+    def take(self, entries: Seq[EntryRows], rows_TKI: Tensor, embed: Embed) -> None:
         """See FeatureTap. Rows of prompts that go on are computed now, others when drafts are asked for."""
         self._embed = embed
-        joint_TF = states[0] if len(states) == 1 else torch.cat(list(states), dim=-1)
         due: list[tuple[_Follower, Sequence]] = []
         busy: set[int] = set()
         for entry, first_row in entries:
             own = entry.sequence
             busy.update((own.seq_id, *(sibling.seq_id for sibling in entry.sample)))
             follower = self._following(own, entry.start)
-            # A copy: the step's other rows would stay as long.
-            follower.waiting.append(joint_TF[first_row : first_row + entry.num_tokens].clone())
+            own_TKI = rows_TKI[first_row : first_row + entry.num_tokens]
+            # A copy of some: the step's other rows would stay as long.
+            follower.waiting.append(own_TKI if len(own_TKI) == len(rows_TKI) else own_TKI.clone())
             follower.num_waiting += entry.num_tokens
             for sibling in entry.sample:
                 if sibling is not own:
@@ -291,9 +291,7 @@ class HeadDrafter:
         tapped = [follower.take_waiting(count) for follower, count in entries]
         for follower, count in entries:
             follower.rows.num_computed_tokens += count
-        joint_TF = tapped[0] if len(tapped) == 1 else torch.cat(tapped)
-        features_TI = self.head.features(joint_TF.reshape(len(joint_TF), len(self.taps), -1).unbind(1))
-        return self._forward(scheduled, features_TI)
+        return self._forward(scheduled, self.head.features(tapped[0] if len(tapped) == 1 else torch.cat(tapped)))
 
     def _run_on(self, active: list[_Drawing], hidden_NI: Tensor) -> Tensor:
         """Compute one more row of each sequence: of its last draft, from the result of the row before."""

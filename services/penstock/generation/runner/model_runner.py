@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.devices.graph_capture import GraphCapture
     from penstock.generation.layers.lora import AdapterBatch
+    from penstock.generation.models.hidden_keeper import LayerTaps
     from penstock.generation.models.language_model import LanguageModel
     from penstock.generation.sampling.token_masks import TokenMasks
 
@@ -183,13 +184,20 @@ class ModelRunner:
         if output.adapters is not None:
             adapters = self._adapters.of(self._model, output.adapters, inputs.row_starts)
         embeds_TI = embed_step(self._model, output.scheduled, inputs, adapters) if output.has_embeds else None
-        if tapped is None and self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
-            hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI, adapters)
+        taps = None if tapped is None else tapped.layers
+        if self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
+            hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI, adapters, taps)
             # The call of a steady decode looks up the ids itself.
             looks_up = adapters is None or not adapters.changes_embedding
             if drawn is not None and looks_up and goes_on(output.scheduled):
                 self._steady = SteadyDecode(
-                    output.scheduled, inputs.metadata, inputs.tables, self._kv.block_size, adapters, self._kv.layout
+                    output.scheduled,
+                    inputs.metadata,
+                    inputs.tables,
+                    self._kv.block_size,
+                    adapters,
+                    self._kv.layout,
+                    tapped,
                 )
         else:
             hidden_RI = self._model.forward(
@@ -202,13 +210,13 @@ class ModelRunner:
                 keeper=joint(
                     None if exits is None else exits.keeper,
                     None if tensors is None else tensors.keeper,
-                    None if tapped is None else tapped.layers,
+                    taps,
                 ),
                 attention=None if tensors is None else tensors.attention,
                 adapters=adapters,
             )
         if tapped is not None:
-            tapped.hand_over(hidden_RI, self._num_layers, self._model.embed)
+            tapped.hand_over(self._model.embed)
         if self._states is not None:
             self._states.save(output.saved)
         # Those that change the head.
@@ -345,10 +353,11 @@ class ModelRunner:
         rows_R: torch.Tensor | None,
         embeds_TI: torch.Tensor | None,
         adapters: AdapterBatch | None,
+        taps: LayerTaps | None,
     ) -> tuple[torch.Tensor, _Drawn | None]:
         """Compute hidden states and greedy draws in one call. The draws are None when some row has no token."""
         hidden_RI, ids_R = self._model.forward_and_draw(
-            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R, embeds_TI, adapters
+            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R, embeds_TI, adapters, taps
         )
         ids = ids_R.tolist()
         if -1 in ids:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import Bundles, ScheduledSequence, SchedulerOutput
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.language_model import LanguageModel
+    from penstock.generation.runner.feature_tap import TappedStep
 
 # Blocks by which the sequences may grow before the tables are made anew.
 _SPARE_BLOCKS = 16
@@ -40,9 +41,11 @@ class SteadyDecode:
         block_size: int,
         adapters: AdapterBatch | None = None,
         layout: CacheLayout | None = None,
+        tapped: TappedStep | None = None,
     ) -> None:
         """Begin after a step of these entries on the fast path, for which `goes_on` is true. `adapters`: of its rows;
-        none may change the embedding; `tables`: as ModelInputs.tables; `layout`: as KVCachePool.layout."""
+        none may change the embedding; `tables`: as ModelInputs.tables; `layout`: as KVCachePool.layout; `tapped`: its
+        taps."""
         self._block_size = block_size
         self._sequences = [entry.sequence for entry in scheduled]
         self._draws = [entry.sequence.draw for entry in scheduled]
@@ -55,6 +58,7 @@ class SteadyDecode:
         # A tensor over the same memory: (S, blocks), or (V, S, blocks) of all views.
         self._tables_SB = torch.from_numpy(self._tables)
         self._layout = layout
+        self._tapped = tapped
         # Of the step that is put together.
         self._bundles: Bundles | None = None
 
@@ -72,9 +76,16 @@ class SteadyDecode:
         ids = self._advance(output.scheduled)
         if ids is None:
             return None
-        drawn = model.decode(ids, self._lengths, self._longest, self._tables_SB, kv, self._adapters)
+        tapped = self._tapped
+        if tapped is None:
+            drawn = model.decode(ids, self._lengths, self._longest, self._tables_SB, kv, self._adapters)
+        else:
+            tapped.follow(output.scheduled)
+            drawn = model.decode(ids, self._lengths, self._longest, self._tables_SB, kv, self._adapters, tapped.layers)
         if -1 in drawn:
             return None
+        if tapped is not None:
+            tapped.hand_over(model.embed)
         sampled = {}
         for sequence, token_id in zip(self._sequences, drawn, strict=True):
             sampled[sequence.seq_id] = SampledToken(token_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +38,8 @@ class ToyHead(DraftHead):
         # Rows of each pass since the last look.
         self.passes: list[list[tuple[int, int]]] = []
 
-    def features(self, states: Items[Tensor]) -> Tensor:
-        return states[0]
+    def features(self, taps_TKI: Tensor) -> Tensor:
+        return taps_TKI[:, 0]
 
     def embedded(self, ids_T: Tensor, embed: Embed) -> Tensor:
         return torch.stack([ids_T, ids_T], dim=-1).float()
@@ -90,7 +89,7 @@ def step(
     sample = (sequence, *siblings) if draws else ()
     rows = [(place, sequence.token_ids[place]) for place in range(start, start + count)]
     entry = ScheduledSequence(sequence, start, count, sample)
-    drafter.take([(entry, 0)], [torch.tensor(rows, dtype=torch.float32)], lambda ids: ids)
+    drafter.take([(entry, 0)], torch.tensor(rows, dtype=torch.float32)[:, None], lambda ids: ids)
 
 
 def test_a_chain_counts_on_from_the_token_that_was_drawn_last() -> None:

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -153,6 +154,11 @@ struct Inputs {
 };
 inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)}; }
 
+// Layers whose residual stream is wanted before their first norm, and the memory for it: (rows,
+// tapped layers, hidden) of the rows' dtype. The number of layers stands for all rows after the
+// final norm.
+typedef std::optional<std::tuple<std::vector<int64_t>, at::Tensor>> Taps;
+
 // State of one forward pass: the arguments of Decoder::forward, in place. The vectors and tensors
 // live longer.
 struct Pass {
@@ -175,6 +181,7 @@ struct Pass {
   bool draws;
   // Null: no row has an adapter.
   const AdapterBatch* adapters;
+  const Taps& taps;
 
   int64_t view(size_t layer) const { return places.empty() ? 0 : places[2 * layer]; }
   int64_t place(size_t layer) const {
@@ -211,6 +218,7 @@ struct Step {
   // Null: no row has an adapter. `wanted_adapters`: of the wanted rows alone.
   const AdapterBatch* adapters;
   std::optional<AdaptedRows> wanted_adapters;
+  const Taps& taps;
 };
 
 // Place of a thread: all go through the same stages.

@@ -158,25 +158,26 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   // -1 if that is NaN or infinite; else an empty tensor. `wanted` (R), ascending: results of these
   // rows only, R instead of T. `adapters`: of the rows; none: no row has one. `places`: see Pass;
   // where there are several views, `slots` (views, T) and `tables` (views, S, blocks) have them
-  // all.
+  // all. `taps`: filled; rows after the final norm can only be tapped where all are wanted.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, std::vector<at::Tensor> cos,
                                              std::vector<at::Tensor> sin, at::Tensor positions,
                                              at::Tensor slots, at::Tensor tables,
                                              at::Tensor query_start, at::Tensor context_lens,
                                              std::optional<at::Tensor> wanted, bool draws,
                                              at::Tensor pool, std::optional<at::Tensor> scales,
-                                             OptionalAdapters adapters,
-                                             std::vector<int64_t> places) const;
+                                             OptionalAdapters adapters, std::vector<int64_t> places,
+                                             Taps taps) const;
 
   // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, sequences
   // of `lengths` including them. It has few arguments: caches are cold when a step begins, and each
   // of torch's operators then takes tens of microseconds. `embedding` (vocabulary, hidden); none:
-  // the rows of the head. `tables` and `places` are as in `forward`.
+  // the rows of the head. `tables`, `places` and `taps` are as in `forward`.
   std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                               at::Tensor tables, std::optional<at::Tensor> embedding,
                               std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                               at::Tensor pool, std::optional<at::Tensor> scales,
-                              OptionalAdapters adapters, std::vector<int64_t> places) const;
+                              OptionalAdapters adapters, std::vector<int64_t> places,
+                              Taps taps) const;
 
  private:
   Decoder(const ModelSizes& sizes, const Factors& factors, const std::vector<Tensors>& named,
@@ -217,12 +218,14 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
              const std::optional<at::Tensor>& scales, const std::vector<int64_t>& places,
              int64_t views) const;
   void check(const AdapterBatch& adapters, int64_t rows, bool bf16) const;
+  void check(const Taps& taps, const at::Tensor& hidden_rows, bool all_wanted) const;
   std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
   // Embeddings times their scale, in place.
   at::Tensor scaled(at::Tensor rows) const;
   // `type`: of the rows.
   at::Tensor embedded(const std::vector<int64_t>& ids, const std::optional<at::Tensor>& embedding,
                       at::ScalarType type) const;
+  void tap(const Step& step, const Walk& walk, int64_t number, Inputs rows) const;
   void pick(Step& step, Walk& walk) const;
   void finish(Step& step, Walk& walk) const;
   static std::vector<int64_t> argmax_ids(const Step& step, int64_t threads);
@@ -445,14 +448,27 @@ void Decoder::check(const AdapterBatch& adapters, int64_t rows, bool bf16) const
   check_site(layers.size() * LINEARS, head);
 }
 
+void Decoder::check(const Taps& taps, const at::Tensor& hidden_rows, bool all_wanted) const {
+  if (!taps) return;
+  const auto& [numbers, out] = *taps;
+  TORCH_CHECK(
+      out.is_contiguous() && out.scalar_type() == hidden_rows.scalar_type() &&
+          out.sizes() == at::IntArrayRef({hidden_rows.size(0), int64_t(numbers.size()), hidden}),
+      "the memory of taps has the wrong size");
+  const int64_t last = layers.size();
+  for (int64_t number : numbers)
+    TORCH_CHECK(number >= 0 && number <= (all_wanted ? last : last - 1), "no such layer to tap");
+}
+
 std::tuple<at::Tensor, at::Tensor> Decoder::forward(
     at::Tensor hidden_rows, std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
     at::Tensor positions, at::Tensor slots, at::Tensor tables, at::Tensor query_start,
     at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws, at::Tensor pool,
-    std::optional<at::Tensor> scales, OptionalAdapters adapters,
-    std::vector<int64_t> places) const {
+    std::optional<at::Tensor> scales, OptionalAdapters adapters, std::vector<int64_t> places,
+    Taps taps) const {
   const int64_t views = tables.dim() == 3 ? tables.size(0) : 1;
   check(hidden_rows, cos, sin, pool, scales, places, views);
+  check(taps, hidden_rows, !wanted);
   const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
   TORCH_CHECK(slots.is_contiguous() && slots.numel() == views * T && positions.is_contiguous() &&
               positions.size(0) == T);
@@ -482,6 +498,7 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
       .num_wanted = R,
       .draws = draws,
       .adapters = adapters ? adapters->get() : nullptr,
+      .taps = taps,
   });
   return {out, at::tensor(drawn, positions.options())};
 }
@@ -515,6 +532,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .highest_panel = empty({drawing, R, PANEL}, at::kInt),
       .adapters = pass.adapters,
       .wanted_adapters = {},
+      .taps = pass.taps,
   };
   if (pass.adapters != nullptr && pass.wanted != nullptr) {
     std::vector<int32_t> numbers(R);
@@ -607,7 +625,8 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
                                      at::Tensor tables, std::optional<at::Tensor> embedding,
                                      std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                      at::Tensor pool, std::optional<at::Tensor> scales,
-                                     OptionalAdapters adapters, std::vector<int64_t> places) const {
+                                     OptionalAdapters adapters, std::vector<int64_t> places,
+                                     Taps taps) const {
   const int64_t S = ids.size(), block_size = pool.size(3),
                 views = tables.dim() == 3 ? tables.size(0) : 1;
   TORCH_CHECK(int64_t(lengths.size()) == S && (tables.dim() == 2 || tables.dim() == 3) &&
@@ -628,6 +647,7 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
   TORCH_CHECK(!cos.empty(), "there is no rotary embedding");
   const at::Tensor hidden_rows = embedded(ids, embedding, cos[0].scalar_type());
   check(hidden_rows, cos, sin, pool, scales, places, views);
+  check(taps, hidden_rows, true);
   return compute({
                      .hidden = hidden_rows,
                      .cos = cos,
@@ -649,6 +669,7 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
                      .num_wanted = S,
                      .draws = true,
                      .adapters = adapters ? adapters->get() : nullptr,
+                     .taps = taps,
                  })
       .second;
 }
@@ -690,6 +711,38 @@ at::Tensor Decoder::scaled(at::Tensor rows) const {
   return rows;
 }
 
+// Writes a thread's share of the rows to each of the taps of this number; `rows` are float, or of
+// the rows' dtype after the final norm. The stream is whole here, and nothing adds to it before all
+// threads have met again.
+void Decoder::tap(const Step& step, const Walk& walk, int64_t number, Inputs rows) const {
+  const auto& [numbers, out] = *step.taps;
+  const int64_t count = numbers.size(), threads = step.barrier.threads(),
+                first = walk.rows * walk.thread / threads,
+                last = walk.rows * (walk.thread + 1) / threads;
+  const bool is_stream = number < int64_t(layers.size());
+  for (int64_t place = 0; place < count; ++place) {
+    if (numbers[place] != number) continue;
+    char* to = (char*)out.data_ptr() + place * hidden * out.itemsize();
+    if (is_stream) {
+      KERNEL(add_norm)({.hidden = rows.rows,
+                        .x = nullptr,
+                        .weight = nullptr,
+                        .out = to,
+                        .width = hidden,
+                        .out_stride = count * hidden,
+                        .eps = eps,
+                        .is_bf16 = step.is_bf16,
+                        .is_float_stream = true},
+                       first, last);
+      continue;
+    }
+    for (int64_t row = first; row < last; ++row)
+      std::memcpy(to + row * count * hidden * out.itemsize(),
+                  (const char*)rows.rows + row * rows.stride * out.itemsize(),
+                  hidden * out.itemsize());
+  }
+}
+
 // The rest of the last layer is for the wanted rows: their results of attention and their residuals
 // come to the front, each thread's share of the columns. All threads have to meet after it.
 void Decoder::pick(Step& step, Walk& walk) const {
@@ -723,6 +776,7 @@ void Decoder::finish(Step& step, Walk& walk) const {
   for (int64_t row = walk.rows * walk.thread / step.barrier.threads(); row < last; ++row)
     std::memcpy((char*)step.out.data_ptr() + row * hidden * size,
                 (const char*)normed.rows + row * normed.stride * size, hidden * size);
+  if (step.taps) tap(step, walk, layers.size(), normed);
   if (step.highest.numel() == 0) return;
   const int64_t own = walk.thread * walk.rows * PANEL;
   float* highest = step.highest.data_ptr<float>() + own;
@@ -763,6 +817,7 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
              writes_alone = step.writes_alone && !picks;
   const std::vector<AttentionTask>& tasks = picks ? step.last_tasks : step.tasks;
   const Inputs first = norm(step, walk, layer.input_norm, i > 0, layers[i - (i > 0)].mlp_out_norm);
+  if (step.taps) tap(step, walk, i, {residual_of(step, walk), hidden});
   linear(step, walk, layer.qkv, site + QKV, first, b.qkv, &layer.output, PREFETCH_DURING_ATTENTION);
   const int64_t threads = step.barrier.threads();
   if (walk.thread < int64_t(tasks.size())) KERNEL(prepare)(attention, tasks[walk.thread]);
