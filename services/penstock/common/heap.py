@@ -71,6 +71,7 @@ class HeapTrimmer:
             # The flood continues.
             self._arm()
         else:
-            gc.collect(1)
+            # All of what was made since the start: objects of TLS connections outlive the younger generations.
+            gc.collect()
         # In a thread: it releases Python's lock.
         asyncio.get_running_loop().run_in_executor(None, trim_heap)

@@ -123,6 +123,7 @@ class PostgresDatabase:
         """Run `work` on the thread; the connection is cut when it takes too long, and `work` then fails."""
         async with self._turn:
             loop = asyncio.get_running_loop()
+            timer: asyncio.TimerHandle
 
             def look() -> None:
                 nonlocal timer

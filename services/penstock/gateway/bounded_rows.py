@@ -19,6 +19,8 @@ class BoundedRows:
         self.db = place.db
         self._table, self._most, self._most_bytes = table, most, most_bytes
         self._sums = f"SELECT count(*), coalesce(sum(size), 0) FROM {table}"
+        self.count: int
+        self.num_bytes: int
         # All rows have one lifetime, so this is the order of age.
         self._oldest = f"SELECT id, size FROM {table} ORDER BY expires, rowid LIMIT 16"
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.common.block_hashes import short_name
@@ -97,7 +97,7 @@ class KvEventStream:
         self._batches: deque[smg_common_pb2.KvEventBatch] = deque(maxlen=_MOST_BATCHES)
         self._next = 1
 
-    async def read(self, start: int) -> AsyncIterator[smg_common_pb2.KvEventBatch]:
+    async def read(self, start: int) -> AsyncGenerator[smg_common_pb2.KvEventBatch, None]:
         """Yield batches from number `start` on, as far as they are kept; 0, or a number of another process: from now
         on."""
         changed = self._hub.watch()
