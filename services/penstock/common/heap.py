@@ -37,6 +37,8 @@ def trim_heap() -> None:
 
 # Ended objects between two garbage collections: a flood's garbage at once would hold up the loop for over 10 ms.
 _SOME = 64
+# Of these collections one takes the middle generation, too. Collections by hand put off Python's own, which would.
+_ONE_IN = 8
 
 
 class HeapTrimmer:
@@ -56,8 +58,8 @@ class HeapTrimmer:
         """Note that one has gone."""
         self._gone += 1
         if self._gone % _SOME == 0:
-            # Only the youngest generation, which has the short-lived objects.
-            gc.collect(0)
+            # The youngest generation has the short-lived objects, but for those that an earlier collection met alive.
+            gc.collect(int(self._gone % (_ONE_IN * _SOME) == 0))
         if self._gone >= self._count and self._timer is None:
             self._arm()
 

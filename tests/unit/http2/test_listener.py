@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ssl
+from asyncio import sslproto
 
+import pytest
 from factories.servers.router import until
 from penstock.http2.listener import Listener
 
@@ -52,3 +55,25 @@ async def test_a_connection_without_tls_needs_no_task() -> None:
         listener.close()
         for _, writer in opened:
             writer.transport.abort()
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"], ids=["half a record", "no TLS"])
+async def test_a_failed_handshake_is_free_without_a_garbage_collection(sent: bytes) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (listener,), port = await Listener.bind(HERE, 0, asyncio.Protocol, tls, 60.0, 64)
+    listener.start()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(HERE, port)
+            writer.write(sent)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+        await until(lambda: not listener._opening)
+        # It has the buffers. (asyncio's own transport waits for a collection; it is a kilobyte.)
+        await until(lambda: not any(isinstance(one, sslproto.SSLProtocol) for one in gc.get_objects()))
+    finally:
+        gc.enable()
+        listener.close()
