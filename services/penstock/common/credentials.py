@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ssl
 from collections.abc import Sequence
@@ -165,6 +166,10 @@ class TokenFile:
         """True when the `authorization` metadata is `Bearer` and one of the tokens. The time is constant."""
         token = bearer_token(authorization)
         return token is not None and any(hmac.compare_digest(token, known) for known in self._current())
+
+    def has_digest(self, digest: bytes) -> bool:
+        """True when the SHA-256 of one of the tokens is `digest`."""
+        return any(hmac.compare_digest(hashlib.sha256(token).digest(), digest) for token in self._current())
 
     def authorization(self) -> str:
         """Metadata value to send: the first token. Raises Unauthenticated when the file has none any more."""

@@ -57,6 +57,7 @@ from penstock.gateway.http_errors import (
     status_of,
 )
 from penstock.gateway.http_server import HttpServer
+from penstock.gateway.job_rights import JobRights
 from penstock.gateway.jobs import Jobs
 from penstock.gateway.jobs_port import JobsPort, port_config
 from penstock.gateway.kept_stores import open_stores
@@ -213,8 +214,9 @@ class GatewayApp(OwnServer):
         self._jobs: Jobs | None = None
         self._grpc: RunningServer | None = None
         if config.has_jobs:
-            lines = LineAnswers(config, JobClients(self._client, config.job_token_file).next, _POST, self._kept)
-            self._jobs = Jobs(config, self._metrics, lines.answer, config.max_body_bytes)
+            clients = JobClients(self._client, config.job_token_file)
+            lines = LineAnswers(config, clients.next, _POST, self._kept)
+            self._jobs = Jobs(config, self._metrics, lines.answer, JobRights(clients.next), config.max_body_bytes)
             if config.jobs_port >= 0:
                 port = JobsPort(config, self._jobs, self._callers, self._places)
                 self._grpc = RunningServer(port, port_config(config), registry)

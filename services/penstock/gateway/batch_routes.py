@@ -9,7 +9,6 @@ from penstock.gateway.answers import dumps
 from penstock.gateway.batch_order import USUAL_WINDOW, checked_order
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.file_routes import asking_jobs, jobs_of, limit_of, page_of, query_of
-from penstock.gateway.job_scope import require_jobs_scope
 from penstock.gateway.request_fields import Fields, typed
 from penstock.jobs.job_records import batch_object
 
@@ -17,7 +16,10 @@ _LISTED, _MOST_LISTED = 20, 100
 
 
 async def create_batch(call: HttpCall) -> Answer:
-    """Make a batch. Raises InvalidArgument naming a field, NotFound, ResourceExhausted."""
+    """Make a batch.
+
+    Raises InvalidArgument naming a field, NotFound, ResourceExhausted, PermissionDenied, FailedPrecondition.
+    """
     jobs, fields = jobs_of(call), Fields(call)
     input_file, endpoint = fields.raw("input_file_id"), fields.raw("endpoint")
     input_file = typed(input_file, str, "input_file_id")
@@ -25,7 +27,8 @@ async def create_batch(call: HttpCall) -> Answer:
     metadata = fields.get("metadata", dict, {})
     fields.done()
     order = checked_order(call.config, call.tenant, endpoint=endpoint, window=window, metadata=metadata)
-    await require_jobs_scope(call.tenant, call.client)
+    await jobs.rights.require_scope(call.tenant, call.client)
+    key_digest = await jobs.rights.key_of_batch(call.tenant)
     with asking_jobs():
         record = await jobs.batches.create(
             call.owner,
@@ -34,6 +37,7 @@ async def create_batch(call: HttpCall) -> Answer:
             window=order.window,
             seconds=order.seconds,
             metadata=order.metadata,
+            key_digest=key_digest,
         )
     jobs.runner.wake()
     return dumps(batch_object(record))

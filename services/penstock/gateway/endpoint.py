@@ -23,6 +23,7 @@ from typing import Any, cast
 import grpc
 from penstock_client import AsyncClient, Delta
 
+from penstock.common.acting_for import ACTING_FOR_KEY, acting_for
 from penstock.common.credentials import bearer_token
 from penstock.common.errors import PenstockError, from_rpc_error
 from penstock.common.idle_only import IDLE_ONLY_KEY, is_idle_only
@@ -188,11 +189,13 @@ def shown_authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def call_metadata() -> tuple[tuple[str, str], ...]:
-    """Return metadata for a call to the router: the request's id, its trace, idle capacity only, a scope to ask for."""
+    """Return metadata for a call to the router: the request's id, its trace, idle capacity only, a scope to ask for,
+    the key that it counts for."""
     request_id = current_request_id.get()
     idle_only = ((IDLE_ONLY_KEY, "1"),) if is_idle_only.get() else ()
     scope = ((NEEDED_SCOPE_KEY, needed),) if (needed := needed_scope.get()) else ()
-    return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *idle_only, *scope, *outgoing())
+    key = ((ACTING_FOR_KEY, digest),) if (digest := acting_for.get()) else ()
+    return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *idle_only, *scope, *key, *outgoing())
 
 
 def owner_of(authorization: bytes | None) -> str:

@@ -17,7 +17,6 @@ from penstock.database.transactions import DatabaseFailed
 from penstock.gateway.answers import dumps
 from penstock.gateway.endpoint import Answer, FileContent, HttpCall
 from penstock.gateway.file_upload import FILE, FileUpload
-from penstock.gateway.job_scope import require_jobs_scope
 from penstock.gateway.jobs import Jobs
 from penstock.jobs.file_store import CHUNK_BYTES
 from penstock.jobs.job_records import FileRecord, file_object
@@ -54,7 +53,7 @@ def asking_jobs() -> Iterator[None]:
 async def create_file(call: HttpCall) -> Answer:
     """Keep an uploaded file. Raises PenstockError; then nothing of it is kept."""
     jobs = jobs_of(call)
-    await require_jobs_scope(call.tenant, call.client)
+    await jobs.rights.require_scope(call.tenant, call.client)
     with asking_jobs(), jobs.uploading(call.owner):
         form = FileUpload(call.content_type)
         record = await jobs.files.begin(call.owner)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.gateway.http_errors import HttpError
+from penstock.gateway.job_rights import JobRights
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.jobs.batch_runner import Answerer, BatchRunner
 from penstock.jobs.batch_store import BatchStore
@@ -20,9 +21,11 @@ from penstock.jobs.job_records import JobCounts
 class Jobs:
     """Store and runner, as the routes and the process's life use them."""
 
-    def __init__(self, options: JobOptions, metrics: GatewayMetrics, answer: Answerer, max_line_bytes: int) -> None:
+    def __init__(
+        self, options: JobOptions, metrics: GatewayMetrics, answer: Answerer, rights: JobRights, max_line_bytes: int
+    ) -> None:
         """Make them; nothing is open yet. Raises StartupError naming --job-store."""
-        self._options = options
+        self._options, self.rights = options, rights
         self._database = open_job_database(options.job_store, options.job_store_seconds)
         self._uploads, self._made_at = Counter[str](), time.time()
         self._max_uploads_of_owner = max(1, int(options.files_share * options.max_uploads))

@@ -23,7 +23,6 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import owner_of
 from penstock.gateway.file_routes import PURPOSE, asking_jobs
 from penstock.gateway.http_errors import HttpError
-from penstock.gateway.job_scope import require_jobs_scope
 from penstock.gateway.jobs import Jobs
 from penstock.gateway.jobs_messages import answer_messages, batch_message
 from penstock.gateway.places import Places
@@ -57,7 +56,7 @@ class JobsServicer(jobs_pb2_grpc.JobsServiceServicer):
     ) -> jobs_pb2.SubmitBatchResponse:
         """Make a batch of lines that arrive, or of a file that is there."""
         async with self._admitted(context) as caller:
-            await require_jobs_scope(caller.tenant, caller.client)
+            await self._jobs.rights.require_scope(caller.tenant, caller.client)
             parts = _Parts(request_iterator, self._config.upload_seconds)
             first = await parts.next()
             if first is None or first.WhichOneof("part") != "batch":
@@ -70,12 +69,13 @@ class JobsServicer(jobs_pb2_grpc.JobsServiceServicer):
                 window=new.completion_window if new.HasField("completion_window") else USUAL_WINDOW,
                 metadata=new.metadata,
             )
+            key_digest = await self._jobs.rights.key_of_batch(caller.tenant)
             if new.HasField("input_file_id"):
                 if new.HasField("expires_after_seconds"):
                     raise InvalidArgument("expires_after_seconds", "must not be given with input_file_id")
                 if await parts.next() is not None:
                     raise InvalidArgument("lines", "must not be sent with input_file_id")
-                return await self._made(caller, new.input_file_id, order)
+                return await self._made(caller, new.input_file_id, order, key_digest)
             seconds = new.expires_after_seconds if new.HasField("expires_after_seconds") else None
             if seconds is not None and not seconds >= 1.0:
                 raise InvalidArgument("expires_after_seconds", "must be 1 or more")
@@ -88,7 +88,7 @@ class JobsServicer(jobs_pb2_grpc.JobsServiceServicer):
                     await asyncio.shield(self._jobs.files.abandon(file))
                     raise
             try:
-                return await self._made(caller, file.file_id, order)
+                return await self._made(caller, file.file_id, order, key_digest)
             except BaseException:
                 await asyncio.shield(self._delete_unused(file))
                 raise
@@ -120,7 +120,9 @@ class JobsServicer(jobs_pb2_grpc.JobsServiceServicer):
         with contextlib.suppress(PenstockError):
             await self._jobs.files.delete(file.owner, file.file_id)
 
-    async def _made(self, caller: _Caller, file_id: str, order: BatchOrder) -> jobs_pb2.SubmitBatchResponse:
+    async def _made(
+        self, caller: _Caller, file_id: str, order: BatchOrder, key_digest: str
+    ) -> jobs_pb2.SubmitBatchResponse:
         record = await self._jobs.batches.create(
             caller.owner,
             input_file=file_id,
@@ -128,6 +130,7 @@ class JobsServicer(jobs_pb2_grpc.JobsServiceServicer):
             window=order.window,
             seconds=order.seconds,
             metadata=order.metadata,
+            key_digest=key_digest,
         )
         self._jobs.runner.wake()
         return jobs_pb2.SubmitBatchResponse(batch=batch_message(record))

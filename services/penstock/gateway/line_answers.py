@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from penstock_client import AsyncClient
 
+from penstock.common.acting_for import acting_for
 from penstock.common.credentials import TokenFile
 from penstock.common.errors import InvalidArgument, PenstockError, from_rpc_error
 from penstock.common.idle_only import is_idle_only
@@ -34,6 +35,8 @@ _FINAL = frozenset(("ABORTED",))
 # Reasons of RESOURCE_EXHAUSTED that a wait cures.
 _FULL = frozenset(("QUEUE_FULL", "OVERLOADED", "TOO_MANY_RPCS", "TOO_MANY_SEQUENCES", "MODEL_SLOTS_FULL"))
 _FULL |= {"ADAPTER_MEMORY_FULL", "ADAPTER_SLOTS_FULL", "ADAPTER_LOADS_FULL", "ADAPTER_DISK_FULL", "QUOTA_EXCEEDED"}
+# Scope of the gateway's own key: an operator took it away.
+_OWN_SCOPE = "delegate"
 # Endpoints with a cache of prefixes; characters of a caller's digest that keep it apart.
 _SALTED = frozenset(ENDPOINTS) - {"/v1/embeddings"}
 _SALT_CHARS = 32
@@ -62,6 +65,7 @@ class LineAnswers:
         request_id = new_request_id()
         current_request_id.set(request_id)
         is_idle_only.set(True)
+        acting_for.set(line.key_digest)
         call: HttpCall | None = None
         try:
             call = HttpCall(
@@ -103,7 +107,7 @@ class LineAnswers:
             raise InvalidArgument("body", "must be a JSON object")
         salt = body.get("cache_salt") or ""
         if line.owner and line.endpoint in _SALTED and isinstance(salt, str):
-            # All lines have one tenant at the router: callers' prefixes are kept apart here.
+            # Without keys all lines have one tenant at the router: callers' prefixes are kept apart here.
             body["cache_salt"] = line.owner[:_SALT_CHARS] + salt
         return body
 
@@ -136,4 +140,6 @@ def _is_for_later(error: PenstockError) -> bool:
     if error.code is _Code.RESOURCE_EXHAUSTED:
         # A request that is larger than the quota of its key never fits.
         return error.reason in _FULL and (error.reason != "QUOTA_EXCEEDED" or error.retry_after_seconds is not None)
+    if error.reason == "SCOPE_MISSING" and error.metadata.get("scope") == _OWN_SCOPE:
+        return True
     return error.code in _LATER and error.reason not in _FINAL

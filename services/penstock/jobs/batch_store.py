@@ -55,9 +55,17 @@ class BatchStore:
         self._database, self._files, self._options, self._clock = database, files, options, clock
 
     async def create(
-        self, owner: str, *, input_file: str, endpoint: str, window: str, seconds: float, metadata: Mapping[str, str]
+        self,
+        owner: str,
+        *,
+        input_file: str,
+        endpoint: str,
+        window: str,
+        seconds: float,
+        metadata: Mapping[str, str],
+        key_digest: str = "",
     ) -> BatchRecord:
-        """Make a batch of a file.
+        """Make a batch of a file. `key_digest`: as TakenLine's.
 
         Raises NotFound, InvalidArgument, and ResourceExhausted: BATCHES_FULL, or FILES_FULL without room for its files.
         """
@@ -89,6 +97,8 @@ class BatchStore:
                 *(batch_id, owner, input_file, endpoint, window, BatchState.VALIDATING, now, now + seconds),
                 json.dumps(dict(metadata)),
             )
+            if key_digest:
+                rows.change("INSERT INTO batch_keys VALUES (?, ?)", batch_id, key_digest)
             return _find(rows, batch_id)
 
         return await self._database.run(work)
@@ -214,6 +224,7 @@ class BatchStore:
 
         def work(rows: Rows) -> None:
             rows.change("DELETE FROM lines WHERE batch = ?", batch_id)
+            rows.change("DELETE FROM batch_keys WHERE batch = ?", batch_id)
             rows.change(
                 "UPDATE batches SET state = ?, ended = ?, problems = ?, holder = NULL WHERE id = ? AND state = ?",
                 *(BatchState.FAILED, self._clock(), json.dumps([asdict(one) for one in problems])),
@@ -234,7 +245,8 @@ class BatchStore:
         def work(rows: Rows) -> list[TakenLine]:
             live: dict[str, list[tuple[Any, ...]]] = {}
             for row in rows.all(
-                "SELECT owner, id, endpoint, input_file FROM batches WHERE state = ? AND expires >= ? ORDER BY created",
+                "SELECT owner, id, endpoint, input_file, digest FROM batches LEFT JOIN batch_keys ON batch = id "
+                "WHERE state = ? AND expires >= ? ORDER BY created",
                 *(BatchState.IN_PROGRESS, now),
             ):
                 live.setdefault(row[0], []).append(row[1:])
@@ -244,11 +256,11 @@ class BatchStore:
                 owner = min(live, key=lambda one: having[one])
                 # Equal parts of what is left, so that few queries do for many lines.
                 most = max(1, (count - len(found)) // len(live))
-                batch_id, endpoint, file_id = live[owner][0]
+                batch_id, endpoint, file_id, digest = live[owner][0]
                 bound = room.get(batch_id) if room else None
                 lines = self._claim(rows, batch_id, holder, most if bound is None else min(bound, most))
                 found += [
-                    TakenLine(batch_id, owner, endpoint, number, custom_id, file_id, place, size)
+                    TakenLine(batch_id, owner, endpoint, number, custom_id, file_id, place, size, digest or "")
                     for number, custom_id, place, size in lines
                 ]
                 having[owner] += len(lines)
@@ -388,6 +400,7 @@ class BatchStore:
                         file_id, record.owner, name, "batch_output", int(size), now, life, record.batch_id, kind
                     ),
                 )
+        rows.change("DELETE FROM batch_keys WHERE batch = ?", record.batch_id)
         rows.change(
             "UPDATE batches SET state = ?, ended = ?, output_file = ?, error_file = ?, problems = ?, holder = NULL, "
             "failed = total - completed WHERE id = ?",

@@ -24,6 +24,8 @@ SCHEMA = (
         holder TEXT, held_until DOUBLE PRECISION NOT NULL)""",
     "CREATE INDEX IF NOT EXISTS batches_of_owner ON batches (owner, created, id)",
     "CREATE INDEX IF NOT EXISTS batches_by_state ON batches (state, created)",
+    # Keys that the lines of live batches count for. A table of its own: older stores have none.
+    "CREATE TABLE IF NOT EXISTS batch_keys (batch TEXT PRIMARY KEY, digest TEXT NOT NULL)",
     """CREATE TABLE IF NOT EXISTS lines (
         batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, place BIGINT NOT NULL,
         bytes INTEGER NOT NULL, state INTEGER NOT NULL, holder TEXT, held_until DOUBLE PRECISION NOT NULL,

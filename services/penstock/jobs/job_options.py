@@ -33,7 +33,9 @@ class JobOptions:
     job_token_file: str | None = option(
         None,
         "The lines of batches go to a router that asks for tokens with the first bearer token of this file. Callers "
-        "with a token of their own can make batches only with it, or with --channel-token-file.",
+        "with a token of their own can make batches only with it, or with --channel-token-file. Where the router has "
+        "keys, the lines count for the caller's key: the token must be one of the router's --auth-token-file, or a key "
+        "with the scope delegate.",
         group=JOBS,
         metavar="FILE",
     )

@@ -101,6 +101,8 @@ class TakenLine:
     # Of its bytes in the input file.
     place: int
     num_bytes: int
+    # SHA-256, in hex, of the secret of the key that it counts for; empty: there is none.
+    key_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

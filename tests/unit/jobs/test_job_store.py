@@ -398,3 +398,39 @@ async def test_an_address_without_a_server_is_told_without_its_password() -> Non
         await open_job_database("postgresql://me:secret@127.0.0.1:1/x").open()
     assert caught.value.flag == "--job-store"
     assert "secret" not in str(caught.value)
+
+
+async def test_a_line_has_the_key_of_its_batch_and_the_store_forgets_it_at_the_end(store: Store) -> None:
+    file = await store.file()
+    asked: dict[str, Any] = {
+        "input_file": file.file_id,
+        "endpoint": URL,
+        "window": "1h",
+        "seconds": 60.0,
+        "metadata": {},
+    }
+    keyed = await store.batches.create("a", **asked, key_digest="12ab")
+    await store.batches.create("a", **asked)
+    for _ in range(2):
+        taken = await store.batches.take_new("one")
+        assert taken is not None
+        await store.batches.add_lines(taken.batch_id, [NewLine(1, "x", 0, 1)])
+        await store.batches.start(taken.batch_id, 1)
+    lines = await store.batches.take("one", 9, {})
+    assert {line.batch_id == keyed.batch_id: line.key_digest for line in lines} == {True: "12ab", False: ""}
+    for line in lines:
+        await store.batches.answer(line, b"x", has_failed=False)
+    assert await store.database.run(lambda rows: rows.all("SELECT * FROM batch_keys")) == []
+
+
+async def test_a_store_of_an_older_release_is_taken(tmp_path: Path) -> None:
+    older = open_job_database(str(tmp_path))
+    await older.open()
+    await older.run(lambda rows: rows.change("DROP TABLE batch_keys"))
+    made = await Store(older).batch(lines=1)
+    await older.close()
+    newer = open_job_database(str(tmp_path))
+    await newer.open()
+    (line,) = await Store(newer).batches.take("one", 9, {})
+    assert (line.batch_id, line.key_digest) == (made.batch_id, "")
+    await newer.close()

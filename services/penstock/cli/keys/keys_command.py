@@ -59,7 +59,7 @@ class AddKeyConfig:
     )
     scopes: tuple[str, ...] = option(
         ("generate", "embed"),
-        "Calls that it may make: generate, embed, jobs, admin, model, metrics.",
+        "Calls that it may make: generate, embed, jobs, admin, model, metrics, delegate.",
         group=BOUNDS,
         env="PENSTOCK_KEYS_SCOPES",
     )

@@ -149,7 +149,7 @@ class _StreamedCall:
     def _account(self, metadata: Metadata) -> KeyAccount | None:
         """Return the account of the caller's key; None for a caller without a key."""
         keys = self._parts.keys
-        if keys is None or (key := keys.find(metadata)) is None:
+        if keys is None or (key := keys.find(metadata, self._kind.name)) is None:
             return None
         # What an adapter's or a model's name stood for is known now.
         require_model(key, self.model, self._adapter)

@@ -17,18 +17,11 @@ from penstock.router.frontend.forwarding import (
 )
 from penstock.router.keys.api_key import KeyScope
 from penstock.router.keys.key_ring import KeyRing
+from penstock.router.keys.method_scopes import METHOD_SCOPES
 from penstock.router.keys.scoped_tokens import ScopedTokens
 from penstock.serving.metrics_endpoint import METRICS_TOKENS
 
-# Scopes of the methods that clients call; any valid key may call the others.
-_TEXT_SERVICE = "penstock.v1.TextService"
-_SCOPES = {
-    f"/{_TEXT_SERVICE}/Generate": KeyScope.GENERATE,
-    f"/{_TEXT_SERVICE}/Chat": KeyScope.GENERATE,
-    f"/{_TEXT_SERVICE}/DetectWatermark": KeyScope.GENERATE,
-    f"/{_TEXT_SERVICE}/Score": KeyScope.EMBED,
-    f"/{_TEXT_SERVICE}/Embed": KeyScope.EMBED,
-}
+_SCOPES = {f"/penstock.v1.TextService/{method}": scope for method, scope in METHOD_SCOPES.items()}
 
 
 def key_token_files(config: RouterConfig, ring: KeyRing, others: Mapping[str, KeyScope]) -> dict[str, BearerTokens]:

@@ -39,7 +39,7 @@ async def reach(
     model, status = UNKNOWN_MODEL, ""
     try:
         adapter, session = getattr(request, "adapter", ""), getattr(request, "session_id", "")
-        route = choose_for(table, request, context, adapter, session)
+        route = choose_for(table, request, context, adapter, session, method=method)
         if route.residence is not None and method not in _WITHOUT_MODEL:
             model = route.name
             is_idle_only = asks_for_idle_only(context.invocation_metadata())
@@ -59,13 +59,19 @@ async def reach(
 
 
 def choose_for(
-    table: RouteTable, request: RoutedT, context: ServerCall, adapter: str = "", session: str = ""
+    table: RouteTable,
+    request: RoutedT,
+    context: ServerCall,
+    adapter: str = "",
+    session: str = "",
+    *,
+    method: str = "",
 ) -> RoutedModel:
     """Choose the route for a caller. A key sees only what it may name: neither other models nor their loads.
 
-    Raises PermissionDenied, and as RouteTable.choose.
+    Raises PermissionDenied, and as RouteTable.choose and KeyDesk.find.
     """
-    key = None if table.keys is None else table.keys.find(context.invocation_metadata())
+    key = None if table.keys is None else table.keys.find(context.invocation_metadata(), method)
     if key is None or (key.models is None and key.adapters is None):
         return table.choose(request, adapter, session)
     for route in table.sharers.get(request.model, ()):

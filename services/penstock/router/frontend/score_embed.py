@@ -147,7 +147,7 @@ class ScoreEmbedFlow:
             adapter = "" if isinstance(request, text_pb2.DetectWatermarkTextRequest) else request.adapter
             model, adapter = self.pool.choose_model(request.model, adapter)
             account = None
-            if self.keys is not None and (key := self.keys.find(metadata)) is not None:
+            if self.keys is not None and (key := self.keys.find(metadata, method)) is not None:
                 require_model(key, model, adapter)
                 account = self.keys.begin(key, model)
             tenant = tenant_of(self.config, metadata) if account is None else account.tenant

@@ -19,6 +19,8 @@ class KeyScope(StrEnum):
     ADMIN = "admin"
     MODEL = "model"
     METRICS = "metrics"
+    # Calls that count for another key: for the token with which a gateway sends the lines of batches.
+    DELEGATE = "delegate"
 
 
 DEFAULT_SCOPES = frozenset((KeyScope.GENERATE, KeyScope.EMBED))

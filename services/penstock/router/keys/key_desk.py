@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from penstock.common.credentials import BearerTokens
+from penstock.common.acting_for import ACTING_FOR_KEY
+from penstock.common.credentials import TokenFile
 from penstock.common.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from penstock.common.needed_scope import NEEDED_SCOPE_KEY
 from penstock.router.key_options import KeyOptions
@@ -22,6 +23,7 @@ from penstock.router.keys.key_ring import KeyRing
 from penstock.router.keys.ledger import Ledger
 from penstock.router.keys.ledger_database import open_ledger_database
 from penstock.router.keys.ledger_tables import DayUsage
+from penstock.router.keys.method_scopes import METHOD_SCOPES
 
 # Seconds for the last entries to be written when the process stops.
 _CLOSE_SECONDS = 5.0
@@ -30,7 +32,7 @@ _CLOSE_SECONDS = 5.0
 class KeyDesk:
     """Keys of one router process. Belongs to one event loop."""
 
-    def __init__(self, options: KeyOptions, registry: CollectorRegistry, others: BearerTokens | None = None) -> None:
+    def __init__(self, options: KeyOptions, registry: CollectorRegistry, others: TokenFile | None = None) -> None:
         """Read the file of keys; `open` opens the ledger. `others`: tokens that are accepted beside keys.
 
         Raises StartupError naming the flag.
@@ -63,15 +65,35 @@ class KeyDesk:
         """Write the last entries, and close the ledger."""
         await self._ledger.close(_CLOSE_SECONDS)
 
-    def find(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> ApiKey | None:
-        """Return the key of a call; None for a caller with a token of --auth-token-file.
+    def find(self, metadata: Iterable[tuple[str, str | bytes]] | None, method: str = "") -> ApiKey | None:
+        """Return the key that a call counts for; None for a token of --auth-token-file.
 
-        Raises Unauthenticated for a key that is gone since the call began.
+        `method`: of TextService, where it needs a scope. Raises Unauthenticated for a key that is gone since the call
+        began; PermissionDenied and InvalidArgument for a call that is to count for another key, but may not.
         """
-        authorization = dict(metadata or ()).get("authorization")
-        key = self.ring.find(authorization)
-        if key is None and not (self._others is not None and self._others.accepts(authorization)):
+        given = dict(metadata or ())
+        key = self.ring.find(given.get("authorization"))
+        if key is None and not (self._others is not None and self._others.accepts(given.get("authorization"))):
             raise Unauthenticated("a valid key is required", reason="UNAUTHENTICATED")
+        digest = given.get(ACTING_FOR_KEY)
+        return key if digest is None else self._acted_for(key, digest, method)
+
+    def _acted_for(self, caller: ApiKey | None, shown: str | bytes, method: str) -> ApiKey | None:
+        """Return the key for which another token makes a call; its own rights hold. Raises as `find`."""
+        try:
+            digest = bytes.fromhex(str(shown))
+        except ValueError:
+            raise InvalidArgument(f"metadata {ACTING_FOR_KEY}", "must be a SHA-256 in hex") from None
+        if caller is not None and digest not in caller.digests and KeyScope.DELEGATE not in caller.scopes:
+            raise scope_missing((KeyScope.DELEGATE,))
+        key = self.ring.with_digest(digest)
+        if key is None:
+            if self._others is not None and self._others.has_digest(digest):
+                return None
+            raise PermissionDenied("the key that this call counts for is not in the file any more", reason="KEY_GONE")
+        scope = METHOD_SCOPES.get(method)
+        if scope is not None and scope not in key.scopes:
+            raise scope_missing((scope,))
         return key
 
     def begin(self, key: ApiKey, model: str) -> KeyAccount:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.common.credentials import bearer_token
-from penstock.common.errors import StartupError, Unauthenticated
+from penstock.common.errors import PermissionDenied, StartupError, Unauthenticated
 from penstock.common.logging import get_logger
 from penstock.router.keys.api_key import ApiKey, digest_of
 from penstock.router.keys.keys_file import read_keys
@@ -51,13 +51,28 @@ class KeyRing:
         # its digest.
         digest = digest_of(token)
         key = self._by_digest.get(digest)
-        if key is None:
-            return None
-        if key.revoked or digest in self._revoked:
-            raise Unauthenticated("this key was revoked", reason="KEY_REVOKED")
-        if key.expires is not None and key.expires <= self._clock():
-            raise Unauthenticated("this key has expired", reason="KEY_EXPIRED")
+        if key is not None:
+            self._check(key, digest, "this key", Unauthenticated)
         return key
+
+    def with_digest(self, digest: bytes) -> ApiKey | None:
+        """Return the key that has a secret with this SHA-256, for a call that another token makes; None: there is none.
+
+        Raises PermissionDenied for one that was revoked or has expired.
+        """
+        key = self._by_digest.get(digest)
+        if key is not None:
+            self._check(key, digest, "the key that this call counts for", PermissionDenied)
+        return key
+
+    def _check(
+        self, key: ApiKey, digest: bytes, shown: str, refused: type[Unauthenticated] | type[PermissionDenied]
+    ) -> None:
+        """Raise `refused` for a secret of a key that is not valid any more. `shown`: the key's name in the message."""
+        if key.revoked or digest in self._revoked:
+            raise refused(f"{shown} was revoked", reason="KEY_REVOKED")
+        if key.expires is not None and key.expires <= self._clock():
+            raise refused(f"{shown} has expired", reason="KEY_EXPIRED")
 
     def revoke(self, digests: Iterable[bytes]) -> None:
         """Refuse the secrets with these digests, and those revoked before, whatever the file says."""

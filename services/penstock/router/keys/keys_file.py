@@ -4,7 +4,7 @@
     label = "search-team"                  # its name in metrics, in the ledger and for operators
     sha256 = "9f86d081884c7d65…"           # of the secret, in hex; or the secret itself: secret = "sk-…"
     tenant = "search"                      # keys of one tenant share prefixes and turns; by default the label
-    scopes = ["generate", "embed"]         # generate, embed, jobs, admin, model, metrics
+    scopes = ["generate", "embed"]         # generate, embed, jobs, admin, model, metrics, delegate
     models = ["smollm2"]                   # own names of models; by default all
     adapters = []                          # names of adapters; by default all
     requests_per_minute = 60
