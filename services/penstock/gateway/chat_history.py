@@ -7,7 +7,7 @@ from typing import Any
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.custom_tools import arguments_for
 from penstock.gateway.endpoint import HttpCall
-from penstock.gateway.history import Said, call_of, read_content
+from penstock.gateway.history import HISTORY, Said, call_of, read_content
 from penstock.gateway.request_fields import typed
 
 # Names of a message's reasoning in servers and clients. The first that is set counts.
@@ -32,7 +32,9 @@ def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
     # OpenAI's newest name, and its oldest; templates know those in between.
     role = {"developer": "system", "function": "tool"}.get(role, role)
     content = message.get("content")
-    said = read_content(content, f"{where}.content", role, call) if content is not None else Said()
+    # A turn of history may be a call alone; what a caller says itself is never nothing.
+    is_given = content is not None or role not in HISTORY
+    said = read_content(content, f"{where}.content", role, call) if is_given else Said()
     if isinstance(refusal := message.get("refusal"), str):
         said.texts.append(refusal)
     made: dict[str, Any] = {"role": role}

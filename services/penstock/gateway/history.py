@@ -38,7 +38,7 @@ _CALLS = ("tool_use", "tool_call", "function_call")
 # Encrypted by another server for itself.
 _SEALED = ("redacted_thinking", "reasoning.encrypted", "compaction", "encrypted_content")
 # Roles with messages that a caller cannot change. A caller writes all others itself.
-_HISTORY = ("assistant", "tool")
+HISTORY = ("assistant", "tool")
 _MOST_NAME = 80
 _PLACE = re.compile(r"\[\d+\]")
 _TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml")
@@ -70,7 +70,7 @@ def read_content(content: Any, where: str, role: str, call: HttpCall, *, word: s
     `word`: the API's word for parts. Raises InvalidArgument naming the part.
     """
     said = Said()
-    if isinstance(content, str) or (content is None and role in _HISTORY):
+    if isinstance(content, str) or (content is None and role in HISTORY):
         said.texts.append(content or "")
     elif isinstance(content, list):
         for number, part in enumerate(content):
@@ -121,15 +121,15 @@ def _take(said: Said, part: Any, where: str, role: str, call: HttpCall, word: st
         raise InvalidArgument(f"{where}.type", "must be a text")
     if kind in _TEXTS:
         said.texts.append(_text(part, _TEXTS[kind], where, role))
-    elif kind in _THOUGHTS and role in _HISTORY:
+    elif kind in _THOUGHTS and role in HISTORY:
         said.thoughts.append(_text(part, _THOUGHTS[kind], where, role))
     elif kind in _CALLS and role == "assistant":
         said.calls.append(call_of(part, where))
-    elif kind in _SEALED and role in _HISTORY:
+    elif kind in _SEALED and role in HISTORY:
         _list_ignored(call, where, kind)
     elif (text := _document(part, kind)) is not None:
         said.texts.append(text)
-    elif role not in _HISTORY:
+    elif role not in HISTORY:
         raise InvalidArgument(where, f"{kind[:64]} {word} are not supported: Penstock's models read text")
     else:
         _list_ignored(call, where, kind)
@@ -148,7 +148,7 @@ def _text(part: Mapping[str, Any], names: tuple[str, ...], where: str, role: str
         return "".join(str(one.get("text") or "") if isinstance(one, dict) else str(one) for one in found)
     if isinstance(found, str):
         return found
-    if found is None and (role in _HISTORY or any(part.get(name) == "" for name in names)):
+    if found is None and (role in HISTORY or any(part.get(name) == "" for name in names)):
         return ""
     raise InvalidArgument(f"{where}.{names[0]}", "must be a text")
 

@@ -231,6 +231,16 @@ def test_fields_of_a_chats_message_by_all_their_names(case: str) -> None:
     assert not ignored
 
 
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize("message", [{}, {"content": None}, {"text": "Hi"}])
+def test_what_a_caller_says_itself_is_never_nothing(route: str, role: str, message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"\.content: must be a text or a list") as caught:
+        read(route, [{"role": role, **message}])
+    assert caught.value.field is not None
+    assert caught.value.field.endswith("[0].content")
+
+
 def test_a_function_is_a_tool() -> None:
     found, _ = read("chat", [{"role": "function", "name": "f", "content": {"n": 1}}])
     assert found == [{"role": "tool", "name": "f", "content": json.dumps({"n": 1})}]
