@@ -244,7 +244,7 @@ class KeyFacts(_message.Message):
     """In the file, or by RevokeKey."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """generate, embed, jobs, admin, model, metrics."""
+        """generate, embed, jobs, admin, model, metrics, delegate."""
 
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
