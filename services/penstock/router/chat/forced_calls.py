@@ -21,6 +21,14 @@ _TEXT_WORDS = ("pattern", "minLength", "maxLength", "format", "allOf", "not", "i
 # Arguments without a schema that holds.
 _ANYTHING: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
 _ANY_TOOL = "without a schema"
+# Words of a schema that may allow keys which `properties` does not name.
+_OPENING = frozenset(
+    {
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "required"),
+        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "const", "enum"),
+    }
+)
 _MOST_MEMBERS = 64
 _CONTROL = re.compile("[\x7f-\x9f]")
 # JSON's types that Kimi K3 names beside a value which is no text.
@@ -272,7 +280,7 @@ class _Grammar:
         elif self._written.members:
             body = self._members(schema, name)
         else:
-            body = self._json({"type": "object", **schema}, name)
+            body = self._json({"type": "object", **_closed(schema)}, name)
         self._rules[place] = f"{rule}: {self._text(self._head(name)[skip:])} {body} {self._text(self._written.tail)}"
         return rule
 
@@ -395,6 +403,12 @@ class _Grammar:
             elif part:
                 terms.append(_literal(part))
         return " ".join(terms)
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a tool's parameters. A tool without any is called without arguments: models invent some."""
+    has_none = not schema or schema.get("properties") == {}
+    return {**schema, "additionalProperties": False} if has_none and not _OPENING & schema.keys() else schema
 
 
 def _kinds_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, ...]:

@@ -220,6 +220,33 @@ def test_a_thought_may_come_first_and_ends_where_the_prompt_began_it() -> None:
     assert not accepts(begun, call)
 
 
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3", "kimi_k2"])
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        ({}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "properties": {}, "description": "Nothing."}, False),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+        ({"type": "object", "properties": {}, "minProperties": 1}, True),
+    ],
+)
+def test_a_tool_without_parameters_is_called_without_arguments(
+    name: str, schema: dict[str, Any], is_open: bool
+) -> None:
+    grammar = compiled(lark(grammar_of(name, {"ping": schema}, max_calls=1)))
+    call = {
+        "hermes": '<tool_call>\n{"name": "ping", "arguments": %s}\n</tool_call>',
+        "mistral": '[TOOL_CALLS][{"name": "ping", "arguments": %s}]',
+        "llama3": '{"name": "ping", "parameters": %s}',
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>%s"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    }[name]
+    assert accepts(grammar, call % '{"a": null}') is is_open
+    assert accepts(grammar, call % "{}") is ("minProperties" not in schema)
+
+
 def test_kimi_k3_names_the_types_that_a_schema_has_and_escapes_names() -> None:
     schemas = {
         'a"&b': {
