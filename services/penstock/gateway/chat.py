@@ -25,6 +25,7 @@ from penstock.gateway.chat_history import messages_of
 from penstock.gateway.chat_tools import CustomPieces, call_shown, take_tools
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.followed import Followed
+from penstock.gateway.older_functions import ENDED_BY_CALL, function_call, function_call_delta
 from penstock.gateway.request_fields import Fields, checked, options_of
 
 
@@ -42,14 +43,14 @@ async def chat_completions(call: HttpCall) -> Answer:
         completion = await stream.result()
     call.request_id = completion.started.request_id
     call.tokens.add([completion.usage])
-    return dumps(_whole(completion, call.custom_tools, wants_logprobs=wants_logprobs))
+    return dumps(_whole(completion, call, wants_logprobs=wants_logprobs))
 
 
 def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
     """Take the remaining fields of a chat, report the ignored ones, and send the request."""
     messages = messages_of(fields.raw("messages"), call)
     tools, choice, call.custom_tools = take_tools(fields, call)
-    parallel = fields.maybe("parallel_tool_calls", bool)
+    parallel = False if call.has_functions else fields.maybe("parallel_tool_calls", bool)
     documents = fields.get("documents", list, [])
     variables = dict(fields.get("chat_template_kwargs", dict, {}))
     if (effort := fields.maybe("reasoning_effort", str)) is not None:
@@ -88,34 +89,42 @@ def _take_logprobs(fields: Fields, options: dict[str, Any], call: HttpCall) -> b
     return wants
 
 
-def _whole(completion: Completion, custom: frozenset[str], *, wants_logprobs: bool) -> dict[str, Any]:
+def _whole(completion: Completion, call: HttpCall, *, wants_logprobs: bool) -> dict[str, Any]:
     started = completion.started
     head = AnswerHead("chatcmpl", "chat.completion", started.request_id, started.model)
     return head.with_(
-        choices=[_choice(choice, custom, wants_logprobs=wants_logprobs) for choice in completion.choices],
+        choices=[_choice(choice, call, wants_logprobs=wants_logprobs) for choice in completion.choices],
         usage=usage_of([completion.usage]),
         system_fingerprint=None,
         penstock=extras(started, completion.finished),
     )
 
 
-def _choice(choice: Choice, custom: frozenset[str], *, wants_logprobs: bool) -> dict[str, Any]:
+def _choice(choice: Choice, call: HttpCall, *, wants_logprobs: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["content"] = choice.text or None
-        message["tool_calls"] = [call_shown(one, custom) for one in choice.tool_calls]
+        if call.has_functions:
+            message["function_call"] = function_call(choice.tool_calls[0])
+        else:
+            message["tool_calls"] = [call_shown(one, call.custom_tools) for one in choice.tool_calls]
     made = {
         "index": choice.index,
         "message": message,
         "logprobs": chat_logprobs(choice.logprobs) if wants_logprobs else None,
-        "finish_reason": finish_reason(choice),
+        "finish_reason": _ended(choice, call),
         "stop_reason": stop_reason(choice),
     }
     if choice.token_ids:
         made["token_ids"] = choice.token_ids
     return made
+
+
+def _ended(choice: Choice, call: HttpCall) -> str:
+    reason = finish_reason(choice)
+    return ENDED_BY_CALL if call.has_functions and reason == "tool_calls" else reason
 
 
 class _ChatChunks(Followed):
@@ -160,7 +169,7 @@ class _ChatChunks(Followed):
                 last += self._role(index)
             if self._custom is not None and (calls := self._custom.end(index)):
                 last += self._chunk(index, {"tool_calls": calls})
-            last += self._chunk(index, {}, finish_reason=finish_reason(choice), stop_reason=stop_reason(choice))
+            last += self._chunk(index, {}, finish_reason=_ended(choice, self._call), stop_reason=stop_reason(choice))
         usages = [Usage.of(state.finished.usage)] if state.finished is not None else []
         self._call.tokens.add(usages)
         if self._wants_usage and usages:
@@ -186,7 +195,9 @@ class _ChatChunks(Followed):
             content["content"] = delta.text
         if delta.tool_calls:
             pieces = tool_call_pieces(delta)
-            if shown := pieces if self._custom is None else self._custom.held(delta.index, pieces):
+            if self._call.has_functions:
+                content["function_call"] = function_call_delta(pieces)
+            elif shown := pieces if self._custom is None else self._custom.held(delta.index, pieces):
                 content["tool_calls"] = shown
         more: dict[str, Any] = {}
         if self._wants_logprobs and delta.logprobs:

@@ -11,6 +11,7 @@ from penstock_client import ToolCall
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.custom_tools import ToolNames, allowed_of, as_function, check_forced, input_of, is_elsewhere, only
 from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.older_functions import take_functions
 from penstock.gateway.request_fields import Fields, function_of, typed
 
 
@@ -18,6 +19,10 @@ def take_tools(
     fields: Fields, call: HttpCall
 ) -> tuple[Sequence[Mapping[str, Any]], str | dict[str, str] | None, frozenset[str]]:
     """Take tools and tool_choice in the client's form, and the names of custom tools. Raises InvalidArgument."""
+    if (older := take_functions(fields)) is not None:
+        call.has_functions = True
+        call.names |= {f"tools[{number}]": f"functions[{number}]" for number in range(len(older[0]))}
+        return *older, frozenset()
     given = fields.raw("tools")
     made: Mapping[str, Any]
     tools, names = list[Any](), ToolNames()

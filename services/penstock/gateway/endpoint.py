@@ -147,6 +147,8 @@ class HttpCall:
     background: Background | None = None
     # Names of the chat's tools with a text as input.
     custom_tools: frozenset[str] = frozenset()
+    # The chat has `functions`, and the call of its answer their form.
+    has_functions: bool = False
     # Tokens counted for the log.
     tokens: Tokens = field(default_factory=Tokens)
 

@@ -279,9 +279,14 @@ def function_of(tool: Any, at: str) -> Mapping[str, Any]:
     """Return a tool's function in the client's form. Raises InvalidArgument naming the field."""
     if typed(tool, dict, at).get("type", "function") != "function":
         raise InvalidArgument(f"{at}.type", "must be function")
-    function = typed(tool.get("function"), dict, f"{at}.function")
-    typed(function.get("name"), str, f"{at}.function.name")
-    typed(function.get("description") or "", str, f"{at}.function.description")
-    typed(function.get("parameters") or {}, dict, f"{at}.function.parameters")
-    typed(function.get("strict") or False, bool, f"{at}.function.strict")
+    return function_at(tool.get("function"), f"{at}.function")
+
+
+def function_at(given: Any, at: str) -> Mapping[str, Any]:
+    """Return a function in the client's form. Raises InvalidArgument naming the field."""
+    function = typed(given, dict, at)
+    typed(function.get("name"), str, f"{at}.name")
+    typed(function.get("description") or "", str, f"{at}.description")
+    typed(function.get("parameters") or {}, dict, f"{at}.parameters")
+    typed(function.get("strict") or False, bool, f"{at}.strict")
     return {name: given for name, given in function.items() if given is not None}
