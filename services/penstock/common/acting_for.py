@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextvars import ContextVar
 
-# In a call to a router: the SHA-256, in hex, of the secret of the key whose rights and quotas hold. Callers with a
+# In a call to a router: the SHA-256, in hex, of a secret. The rights and quotas of its key hold. Callers with a
 # token of --auth-token-file may send it, and keys with the scope `delegate`.
 ACTING_FOR_KEY = "penstock-acting-for"
 # That of the calls made from this one; empty: they count for their own token.
