@@ -136,7 +136,7 @@ class TokenFile:
 
     def __init__(self, path: str, flag: str) -> None:
         """Read the file. Raises StartupError when it cannot be read or holds no token."""
-        self._path = Path(path).expanduser()
+        self._path, self.wanted = Path(path).expanduser(), f"a bearer token of {flag}"
         self._stamp: tuple[int, int] | None = None
         self._tokens: list[bytes] = []
         try:
@@ -182,6 +182,10 @@ class TokenFile:
 class BearerTokens(Protocol):
     """Bearer tokens that a call, or some calls, accept."""
 
+    @property
+    def wanted(self) -> str:
+        """Words for a caller that has none: "a bearer token of --auth-token-file"."""
+
     def accepts(self, authorization: str | bytes | None) -> bool:
         """True for the `authorization` metadata of a caller that may make the call.
 
@@ -194,6 +198,11 @@ class TokenFiles:
     """Several files; the tokens of each are accepted."""
 
     files: tuple[BearerTokens, ...]
+
+    @property
+    def wanted(self) -> str:
+        """See BearerTokens."""
+        return ", or ".join(file.wanted for file in self.files)
 
     def accepts(self, authorization: str | bytes | None) -> bool:
         """True when one of the files has the token."""

@@ -143,7 +143,7 @@ def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: Beare
             return [b"/metrics, /healthz or /readyz\n"]
         if tokens is not None and not _accepts(tokens, environ.get("HTTP_AUTHORIZATION")):
             start_response("401 Unauthorized", [*_TEXT, ("WWW-Authenticate", "Bearer")])
-            return [b"/metrics needs a bearer token of --auth-token-file, or a key with the scope metrics\n"]
+            return [f"/metrics needs {tokens.wanted}\n".encode()]
         return metrics(environ, start_response)
 
     return application

@@ -524,7 +524,7 @@ async def test_what_is_public_admits_nobody(tmp_path: Path) -> None:
 
 async def test_bodies_that_are_many_end_no_request_that_has_none(tmp_path: Path, monkeypatch: Any) -> None:
     async with unguarded(max_body_bytes=2048, max_bodies_bytes=2048) as gateway:
-        client, asked, go_on = gateway.app._client, asyncio.Event(), asyncio.Event()
+        client, asked, go_on = gateway.app._router.client, asyncio.Event(), asyncio.Event()
         list_models = type(client).list_models
 
         async def slow(self: Any) -> Any:

@@ -21,6 +21,12 @@ class ScopedTokens:
     # Read the file again where it changed: for callers on threads, where nobody else does.
     refreshes: bool = False
 
+    @property
+    def wanted(self) -> str:
+        """See BearerTokens."""
+        own = f"a key with the scope {' or '.join(self.scopes)}" if self.scopes else "a key"
+        return own if self.others is None else f"{self.others.wanted}, or {own}"
+
     def accepts(self, authorization: str | bytes | None) -> bool:
         """True for a valid key, and for a token of the other file.
 
