@@ -333,6 +333,7 @@ def test_columns_that_no_output_has_are_never_drawn(tmp_path: Path, count: int) 
     assert chosen == logits_TV.numpy().argmax(-1).tolist()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("count", [3, 20])
 @pytest.mark.parametrize("place", [1, 40, 95])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -191,7 +191,13 @@ def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.family in LATENT_TYPES and "longrope" not in case.name], ids=_name
+    "case",
+    [
+        case if case is _FIRST[case.family] else pytest.param(case, marks=pytest.mark.slow)
+        for case in CASES
+        if case.family in LATENT_TYPES and "longrope" not in case.name
+    ],
+    ids=_name,
 )
 def test_logits_of_expanded_prompts_equal_transformers(tmp_path: Path, case: Case) -> None:
     folder = _checkpoint(tmp_path, case)
@@ -249,6 +255,7 @@ def test_a_sequence_hardly_depends_on_its_batch(tmp_path: Path, case: Case) -> N
         assert (torch.stack(alone.logits) - torch.stack(batched.logits)).abs().max() < most
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ALL_GREEDY, ids=_name)
 def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, case: Case, dtype: str) -> None:

@@ -181,7 +181,8 @@ def test_a_pretokenizer_cuts_as_the_original(tmp_path: Path, pre: str) -> None:
     check(found, expected)
 
 
-@pytest.mark.parametrize("pre", sorted(PRETOKENIZERS))
+# Names that stand for the same row are read alike.
+@pytest.mark.parametrize("pre", sorted({row: name for name, row in PRETOKENIZERS.items()}.values()))
 def test_every_pretokenizer_keeps_all_of_a_text(tmp_path: Path, pre: str) -> None:
     facts = facts_of(original("demo"), kind="gpt2")
     found, _ = converted(tmp_path, facts | {"tokenizer.ggml.pre": pre})

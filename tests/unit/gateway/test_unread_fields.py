@@ -78,23 +78,23 @@ def test_a_field_like_none_is_only_reported_or_refused_by_the_flag() -> None:
 
 
 @pytest.mark.parametrize("way", ["report", "refuse"])
-@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
-def test_a_field_of_caches_and_compilers_warns(name: str, way: str) -> None:
-    notes, _ = read({name: "static"}, unknown_fields=way)
-    assert [one for one in notes if one.startswith(f"{name} has no effect: ")]
+def test_a_field_of_caches_and_compilers_warns(way: str) -> None:
+    for name in WITHOUT_EFFECT:
+        notes, _ = read({name: "static"}, unknown_fields=way)
+        assert [one for one in notes if one.startswith(f"{name} has no effect: ")], name
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_field_that_would_change_the_answer_is_refused(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^{name}: .{{20,}}"):
-        read({name: 2})
+def test_a_field_that_would_change_the_answer_is_refused() -> None:
+    for name in REFUSED:
+        with pytest.raises(InvalidArgument, match=f"^{name}: .{{20,}}"):
+            read({name: 2})
 
 
 @pytest.mark.parametrize("way", ["report", "refuse"])
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_field_that_asks_for_nothing_is_absent(name: str, way: str) -> None:
-    for value in (None, False, "", [], {}):
-        assert read({name: value}, unknown_fields=way) == ((), [])
+def test_a_field_that_asks_for_nothing_is_absent(way: str) -> None:
+    for name in REFUSED:
+        for value in (None, False, "", [], {}):
+            assert read({name: value}, unknown_fields=way) == ((), []), name
 
 
 def test_a_name_that_cannot_be_shown_is_not() -> None:

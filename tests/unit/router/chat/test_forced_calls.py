@@ -124,6 +124,7 @@ def note_with(schema: dict[str, Any], **root: Any) -> dict[str, dict[str, Any]]:
     return {"note": {"type": "object", "properties": {"text": schema}, "required": ["text"], **root}}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", MEMBERS)
 @pytest.mark.parametrize(
     ("words", "good", "bad"),
@@ -154,6 +155,7 @@ def test_text_of_a_parameter_obeys_its_schema(
         assert not accepts(grammar, member_call(name, value)), value
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", MEMBERS)
 @pytest.mark.parametrize(
     "schemas",

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.router.chat.chat_output import make_parser
-from penstock.router.chat.formats import REASONING, TOOLS, ReasoningFormat, ToolFormat, choose_format
+from penstock.router.chat.formats import REASONING, TOOLS, ToolFormat, choose_format
 from penstock.router.chat.prompt_thought import thought_before
 from penstock.router.config import RouterConfig
 
@@ -714,27 +714,26 @@ def test_every_format_but_messages_of_channels_has_marked_examples() -> None:
     assert {example.format for example in MARKED} == {row.name for row in TOOLS} - {"harmony"}
 
 
-@pytest.mark.parametrize("thought", REASONING, ids=lambda row: row.name)
 @pytest.mark.parametrize("example", MARKED, ids=named)
-def test_a_call_ends_a_thought_that_nothing_closes(example: Example, thought: ReasoningFormat) -> None:
+def test_a_call_ends_a_thought_that_nothing_closes(example: Example) -> None:
     text = f"I need it.\n{example.text}"
-    whole = parse(example.format, [text], thought=thought.name, in_reasoning=True)
-    content, reasoning, calls, ends = whole
-    assert [(name, json.loads(arguments)) for name, arguments, _ in calls] == example.calls
-    assert (content, ends) == ("", True)
-    assert reasoning.rstrip() == f"I need it.\n{example.content}".rstrip()
-    assert parse(example.format, list(text), thought=thought.name, in_reasoning=True) == whole
-    opened = parse(example.format, [thought.opens + text], thought=thought.name)
-    assert opened == whole
+    for thought in REASONING:
+        whole = parse(example.format, [text], thought=thought.name, in_reasoning=True)
+        content, reasoning, calls, ends = whole
+        assert [(name, json.loads(arguments)) for name, arguments, _ in calls] == example.calls, thought.name
+        assert (content, ends) == ("", True), thought.name
+        assert reasoning.rstrip() == f"I need it.\n{example.content}".rstrip(), thought.name
+        assert parse(example.format, list(text), thought=thought.name, in_reasoning=True) == whole, thought.name
+        assert parse(example.format, [thought.opens + text], thought=thought.name) == whole, thought.name
 
 
-@pytest.mark.parametrize("thought", REASONING, ids=lambda row: row.name)
 @pytest.mark.parametrize("example", MARKED, ids=named)
-def test_a_call_in_a_thought_that_is_closed_is_a_draft(example: Example, thought: ReasoningFormat) -> None:
-    text = f"Perhaps {example.text}{thought.closes}Yes."
-    whole = parse(example.format, [text], thought=thought.name, in_reasoning=True)
-    assert whole == ("Yes.", f"Perhaps {example.text}".rstrip("\n"), [], False)
-    assert parse(example.format, list(text), thought=thought.name, in_reasoning=True) == whole
+def test_a_call_in_a_thought_that_is_closed_is_a_draft(example: Example) -> None:
+    for thought in REASONING:
+        text = f"Perhaps {example.text}{thought.closes}Yes."
+        whole = parse(example.format, [text], thought=thought.name, in_reasoning=True)
+        assert whole == ("Yes.", f"Perhaps {example.text}".rstrip("\n"), [], False), thought.name
+        assert parse(example.format, list(text), thought=thought.name, in_reasoning=True) == whole, thought.name
 
 
 @pytest.mark.parametrize("example", MARKED, ids=named)

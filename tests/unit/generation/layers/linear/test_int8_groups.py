@@ -46,6 +46,7 @@ def error_of(linear: Linear, weight: Tensor, x: Tensor) -> float:
     return float((linear(x) - exact).norm() / exact.norm())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shape", [(40, 64), (96, 576), (33, 96), (64, 1536)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 33])
 def test_the_product_is_that_of_the_rounded_numbers(shape: tuple[int, int], rows: int) -> None:

@@ -147,6 +147,7 @@ def assert_near(found: Tensor, exact: Tensor, dtype: torch.dtype, times: float =
     assert float((found.double() - exact).abs().max() / exact.std()) <= times * ROUNDED[dtype]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (13, 33), (5, 32), (9, 7), (64, 200)])
