@@ -121,14 +121,19 @@ def check_together(
     coverage.add(engine)
 
 
+@pytest.mark.slow
 def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM) -> None:
+    """test_interleavings.py has every mode, and more that happens; here the drawn requests become few and short."""
+
     @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
     @given(st.lists(specs(), min_size=2, max_size=7), tight, st.lists(st.integers(0, 2), min_size=7, max_size=7))
     def check(drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]) -> None:
         check_together(model, drawn, config, gaps, Coverage())
 
     check()
-    # The drawn examples go through all of this often, but only a crowd that cannot help it is sure to.
+
+
+def test_a_crowd_that_is_preempted_and_shares_prefixes_gives_the_ids_of_each_alone(model: CausalLM) -> None:
     crowd: list[dict[str, Any]] = [
         {"prompt": [*range(10, 20), i], "max_new_tokens": 12, "num_return_sequences": 1 + 2 * (i % 2), "seed": i,
          "do_sample": True, "temperature": 1.5}

@@ -49,7 +49,7 @@ class Load(NamedTuple):
 
 def random_model(folder: Path) -> Load:
     """Two layers, and a draft model that is nearly the same."""
-    return Load(with_draft(folder, "golden-qwen2", noise=0.1), {"drafted": drafted("draft")}, 2)
+    return Load(with_draft(folder, "golden-qwen2", noise=0.1), {"drafted": drafted("draft")}, 1)
 
 
 def deep_model(folder: Path) -> Load:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -36,13 +36,14 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.fairness.fair_turns import FairTurns
 
 ROOMY = engine_config(num_blocks=600, max_batch_tokens=1000, max_running_sequences=64)
 HEADS = ([], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 17, [*range(10, 36)])
 MODES: tuple[dict[str, Any], ...] = (
     {},
     {"do_sample": True},
-    {"do_sample": True, "num_return_sequences": 3},
+    {"do_sample": True, "num_return_sequences": 4},
     {"mode": BeamOptions(3)},
     {"mode": BeamOptions(4, 2, 1.0, length_penalty=0.0), "num_return_sequences": 2},
     {"mode": AssistanceOptions(prompt_lookup_num_tokens=4)},
@@ -111,6 +112,17 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
+class AnyTurns(FairTurns):
+    """Turns in which any tenants rest, all of them, too: who does depends on time, and must change no id."""
+
+    def __init__(self, draw: Random) -> None:
+        super().__init__(1.5)
+        self._draw = draw
+
+    def choose(self, widths: Mapping[str, int]) -> frozenset[str]:
+        return frozenset(tenant for tenant in widths if self._draw.random() < 0.5)
+
+
 class World:
     """An engine, its callers and its operators."""
 
@@ -147,6 +159,7 @@ class World:
             self.config, drafter=FakeDrafter(0.6, lengths=(3, 1)), clock=lambda: self.now
         )
         self.engine.policy = AnyPolicy(self.config, random)
+        self.engine.turns = AnyTurns(Random(self.config.num_blocks))
         self.answers: dict[str, Answer] = {}
         self.items: dict[str, tuple[Spec, Request]] = {}
         self.aborted: set[str] = set()
