@@ -89,8 +89,6 @@ class _Method:
     handled: Callable[[str], Any]
     # Tokens that it accepts; None: any call.
     tokens: BearerTokens | None
-    # True for authorization that its handler found good a moment ago; None: its handler does not check any.
-    is_known: Callable[[str | bytes | None], bool] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +163,8 @@ class CallInterceptor:
         method = self._methods[name]
         if method.service in EXEMPT_SERVICES:
             return False
-        if method.is_known is not None:
-            return method.is_known(_last(metadata, "authorization"))
+        if self._is_known is not None:
+            return self._is_known(_last(metadata, "authorization"))
         if method.tokens is None:
             return True
         try:
@@ -205,7 +203,6 @@ class CallInterceptor:
             self._metrics.handling.labels(*labels),
             handled,
             tokens,
-            self._is_known,
         )
 
     async def _around(self, method: _Method, run: Callable[[], Awaitable[Any]], context: Context) -> Any:

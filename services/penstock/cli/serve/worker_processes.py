@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -81,20 +81,12 @@ class WorkerProcesses:
         endpoint: BoundMetrics | None = None
         health = HealthSocket(self._config.health_socket, self._is_serving) if self._config.health_socket else None
         try:
-            with shared_port(self._config.host, self._config.port) as port:
-                endpoint = self._open_metrics()
-                if health is not None:
-                    await health.open()
-                bound = self._bound(port, endpoint)
-                self._reporter.listening(self._role, bound)
-                try:
-                    children = await self._start(port)
-                finally:
-                    self._display.close()
-                if not children:
-                    return 0
-                self._show_ready(bound, children)
-                return await self._serve(port, children)
+            async with metrics_tokens_of(self._config) as tokens:
+                with shared_port(self._config.host, self._config.port) as port:
+                    endpoint = self._open_metrics(tokens)
+                    if health is not None:
+                        await health.open()
+                    return await self._run_on(port, self._bound(port, endpoint))
         except ServiceEnded as ended:
             complain_or_log(str(ended))
             return ended.exit_code
@@ -104,6 +96,17 @@ class WorkerProcesses:
                 await health.close()
             if endpoint is not None:
                 endpoint.close()
+
+    async def _run_on(self, port: int, bound: BoundAddresses) -> int:
+        self._reporter.listening(self._role, bound)
+        try:
+            children = await self._start(port)
+        finally:
+            self._display.close()
+        if not children:
+            return 0
+        self._show_ready(bound, children)
+        return await self._serve(port, children)
 
     def _is_serving(self) -> bool:
         """True while a worker takes calls."""
@@ -120,7 +123,7 @@ class WorkerProcesses:
     def _signalled(self) -> None:
         (self._hurry if self._ended.is_set() else self._ended).set()
 
-    def _open_metrics(self) -> BoundMetrics | None:
+    def _open_metrics(self, tokens: BearerTokens | None) -> BoundMetrics | None:
         config = self._config
         if not config.metrics_ports:
             return None
@@ -132,7 +135,7 @@ class WorkerProcesses:
             config.metrics_ports,
             is_ready=self._is_serving,
             config=config,
-            tokens=_metrics_tokens(config),
+            tokens=tokens,
         )
 
     def _bound(self, port: int, endpoint: BoundMetrics | None) -> BoundAddresses:
@@ -224,16 +227,29 @@ class WorkerProcesses:
         say(f"READY {self._role} · gRPC {bound.grpc}{shown} · {self._count} processes · {seconds:.1f} s")
 
 
-def _metrics_tokens(config: ServerConfig) -> BearerTokens | None:
-    """Return the tokens of the metrics port that are not only --auth-token-file's: keys with the scope metrics."""
+@contextlib.asynccontextmanager
+async def metrics_tokens_of(config: ServerConfig) -> AsyncIterator[BearerTokens | None]:
+    """Tokens of the metrics port that are not only --auth-token-file's: keys with the scope metrics, as the workers
+    know them. Raises StartupError."""
     from penstock.router.config import RouterConfig
 
-    if not isinstance(config, RouterConfig) or config.keys_file is None:
-        return None
+    if not isinstance(config, RouterConfig) or config.keys_file is None or not config.metrics_ports:
+        yield None
+        return
     from penstock.router.frontend.key_scopes import metrics_tokens
-    from penstock.router.keys.key_ring import KeyRing
+    from penstock.router.keys.revoked_watch import RevokedWatch
 
-    return metrics_tokens(config, KeyRing(config.keys_file, config.max_keys))
+    watch = RevokedWatch(config)
+    try:
+        await watch.open()
+        following = asyncio.create_task(watch.run())
+        try:
+            yield metrics_tokens(config, watch.ring)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+    finally:
+        await watch.close()
 
 
 def run_workers(role: str, given: dict[str, Any], config: ServerConfig, reporter: Reporter) -> int:

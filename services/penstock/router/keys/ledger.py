@@ -25,8 +25,8 @@ from penstock.router.keys.ledger_tables import AnswerEnd, DayUsage, Reservation
 _MOST_TOGETHER = 512
 # Seconds before ends are tried again.
 _RETRY_SECONDS = 0.2
-# Renewals of a lease in its length.
-_RENEWALS = 3.0
+# Renewals of a lease in its length, and looks for revoked keys.
+RENEWALS = 3.0
 _log = get_logger("penstock.router")
 
 
@@ -203,7 +203,7 @@ class Ledger:
 
     async def _keep_alive(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_seconds / _RENEWALS)
+            await asyncio.sleep(self._lease_seconds / RENEWALS)
             try:
                 await self._beat()
             except DatabaseFailed as error:
