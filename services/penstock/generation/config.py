@@ -58,6 +58,13 @@ class ModelOptions:
         "Read the tokenizer. Without it, stop strings, token healing and structured output are refused.",
         group=MODEL,
     )
+    cached_vocabularies: int = option(
+        8,
+        "Tables of large tokenizers that are kept in the user's cache folder, a few MB each: a later start does not "
+        "read tokenizer.json again. 0 keeps and uses none.",
+        group=MODEL,
+        minimum=0,
+    )
     model_config: str | None = option(
         None,
         "JSON file with MindIE's dictionary model_config (docs/guide/in-your-process.md). Other flags override it.",

@@ -30,13 +30,9 @@ from penstock.generation.wire.convert import Event, to_generate_options
 from penstock.generator.argument_names import renaming
 from penstock.generator.requests import LocalRequest
 from penstock.tokenizer.bundle import TokenizerBundle
-from penstock.tokenizer.bundle_cache import usual_cache
-from penstock.tokenizer.config import TokenizerConfig
-from penstock.tokenizer.load_bundle import load_bundle
+from penstock.tokenizer.local_bundle import load_local_bundle
 
 _log = get_logger("penstock.generator")
-# Time that loading the tokenizer may take.
-_TOKENIZER_SECONDS = 120.0
 # Time that the last words of live requests get when it closes.
 _LAST_WORDS_SECONDS = 5.0
 T = TypeVar("T")
@@ -95,8 +91,7 @@ class LocalEngine:
         folder = self.loaded.files.tokenizer_folder
         if folder is None:
             return None
-        cache = usual_cache(TokenizerConfig.cached_tokenizers)
-        return self.call(load_bundle(folder, timeout_seconds=_TOKENIZER_SECONDS, cache=cache))
+        return self.call(load_local_bundle(folder))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the event loop and wait for it. A caller that is interrupted cancels it."""

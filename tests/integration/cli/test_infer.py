@@ -33,7 +33,7 @@ from penstock.common.config import from_env_and_flags
 from penstock.common.errors import InvalidArgument, StartupError, Unavailable
 from penstock.compat.inference_hf import SYSTEM_PROMPT
 from penstock.generator import local_engine
-from penstock.tokenizer import load_bundle
+from penstock.tokenizer import local_bundle
 from penstock.tokenizer.bundle import TokenizerBundle
 from tokenizers import processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -101,12 +101,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundles() -> Iterator[None]:
     """Tokenizers are loaded in this process, which has transformers already: seconds less for each engine."""
 
-    async def load_here(folder: Path, **_: Any) -> TokenizerBundle:
+    async def load_here(folder: Path) -> TokenizerBundle:
         return bundle_of(folder)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(local_engine, "load_bundle", load_here)
-        patched.setattr(load_bundle, "load_bundle", load_here)
+        for module in (local_engine, local_bundle):
+            patched.setattr(module, "load_local_bundle", load_here)
         yield
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from penstock.generator.stream import TextStream
     from penstock.generator.text import LocalTokenizer
 
-# Time that loading a tokenizer may take.
-_TOKENIZER_SECONDS = 120.0
 # Options of the engine that decide answers: a resumed run must have the same.
 _DECIDING = ("dtype", "quantization", "lora", "tokenizer_path", "kv_cache_dtype", "max_context", "assistant_model")
 _FILES = ("*.safetensors", "config.json", "tokenizer.json", "generation_config.json")
@@ -268,12 +266,9 @@ def tokenizer_of(config: InferConfig) -> LocalTokenizer | None:
     if named is None:
         return None
     from penstock.generator.text import LocalTokenizer
-    from penstock.tokenizer.bundle_cache import usual_cache
-    from penstock.tokenizer.config import TokenizerConfig
-    from penstock.tokenizer.load_bundle import load_bundle
+    from penstock.tokenizer.local_bundle import load_local_bundle
 
-    cache = usual_cache(TokenizerConfig.cached_tokenizers)
-    bundle = asyncio.run(load_bundle(resolve_model(named), timeout_seconds=_TOKENIZER_SECONDS, cache=cache))
+    bundle = asyncio.run(load_local_bundle(resolve_model(named)))
     return LocalTokenizer(bundle, allow_control_tokens=config.allow_control_tokens_in_text)
 
 

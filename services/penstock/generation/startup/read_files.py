@@ -57,7 +57,8 @@ def read_files(start: Start) -> ModelFiles:
     model = read_model_config(folder, config.route)
     context = _context(config.max_context, model)
     tokenizer_folder = _tokenizer_folder(start, folder)
-    token_tables = None if tokenizer_folder is None else read_token_tables(tokenizer_folder, model, VocabularyCache())
+    cache = VocabularyCache(most=config.cached_vocabularies)
+    token_tables = None if tokenizer_folder is None else read_token_tables(tokenizer_folder, model, cache)
     defaults = _defaults(folder, model, has_token_bytes=token_tables is not None)
     # Frees tokenizer.json as objects, many times as large as the table.
     trim_heap()

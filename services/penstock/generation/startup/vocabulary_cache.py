@@ -20,8 +20,6 @@ from penstock.text.token_bytes import TokenBytes, TokenPrefixes
 
 # Changes with what the tables are, and with how they are made.
 _FORM = "1"
-# Files that are kept, a few MB each.
-MOST_FILES = 8
 # Bytes of a tokenizer.json from which a file is worth its place. What is smaller is read in a moment.
 SMALLEST = 1 << 20
 _SOURCES = ("tokenizer.json", "tokenizer_config.json")
@@ -47,9 +45,10 @@ class TokenTables:
 class VocabularyCache:
     """Cache of such tables. Nothing about it is an error: a start without it only takes longer."""
 
-    def __init__(self, root: Path | None = None, most: int = MOST_FILES) -> None:
+    def __init__(self, root: Path | None = None, *, most: int) -> None:
         """`root`: folder of the files, this user's own if it is None; `most`: files that are kept, those that were used
-        last."""
+        last; 0: none is kept or read."""
+        self._is_on = most > 0
         self._kept = OwnFiles(Path(cache_folder()) / "vocabularies" if root is None else root, ".vocabulary", most)
 
     def token_tables(self, folder: Path, vocab_size: int, read: Callable[[], TokenBytes | None]) -> TokenTables | None:
@@ -57,7 +56,7 @@ class VocabularyCache:
 
         None, and the errors, are those of `read`.
         """
-        key = _key(folder, vocab_size)
+        key = _key(folder, vocab_size) if self._is_on else None
         if key is not None and (data := self._kept.read(key)) is not None and (found := _unpacked(data)) is not None:
             return found
         table = read()

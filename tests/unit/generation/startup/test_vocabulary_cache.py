@@ -47,7 +47,7 @@ def reader(tmp_path: Path) -> Reader:
     path = folder / "tokenizer.json"
     # Large enough to be kept.
     path.write_text(" " * vocabulary_cache.SMALLEST + path.read_text())
-    return Reader(folder, VocabularyCache(tmp_path / "cache", 2))
+    return Reader(folder, VocabularyCache(tmp_path / "cache", most=2))
 
 
 def facts(found: TokenTables) -> object:
