@@ -6,11 +6,17 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from penstock.generation.core.delta_heads import DELTA_TYPES
+from penstock.generation.weights.draft_layers import QWEN_JOINT
+from penstock.generation.weights.text_part import TEXT_PARTS
+
 # As models.eagle3 has them, which imports torch.
 _HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 # Tensors that every layer for multi-token prediction has: of DeepSeek, GLM and Kimi; of Qwen3-Next and 3.5; of MiMo.
 _DEEPSEEK = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
 _JOINTS = re.compile(_DEEPSEEK.pattern + r"|mtp\.fc\.weight|model\.mtp_layers\.\d+\.input_proj\.weight")
+# Types of models that have the second, and folders of which they are the text part.
+_QWEN_TYPES = (*DELTA_TYPES, *TEXT_PARTS)
 
 
 def trained_drafts(values: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any] | None:
@@ -24,9 +30,11 @@ def trained_drafts(values: Mapping[str, Any], tensors: Collection[str]) -> dict[
     return {"kind": "multi-token prediction", "is_model": True, "layers": len(joints)}
 
 
-def has_deepseeks_layout(tensors: Collection[str]) -> bool:
-    """True when a model's layers for drafts are named as DeepSeek's: others are not read."""
-    return any(map(_DEEPSEEK.fullmatch, tensors))
+def has_known_layout(values: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """True when a model's layers for drafts are named as DeepSeek's, or as Qwen's in its own: others are not read."""
+    if any(map(_DEEPSEEK.fullmatch, tensors)):
+        return True
+    return values.get("model_type") in _QWEN_TYPES and QWEN_JOINT in tensors
 
 
 def drafts_line(found: Mapping[str, Any]) -> str:
@@ -36,4 +44,4 @@ def drafts_line(found: Mapping[str, Any]) -> str:
     layers = f"{found['layers']} layer{'' if found['layers'] == 1 else 's'} for {found['kind']}"
     if found["usable"]:
         return f"{layers}: --draft-head checkpoint"
-    return f"{layers}: not used here, which takes DeepSeek's layout in a native model"
+    return f"{layers}: not used here, which takes DeepSeek's and Qwen's layouts in a native model"

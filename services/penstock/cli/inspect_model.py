@@ -18,7 +18,7 @@ import typer
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
 from penstock.cli.inspect_cache import context_bytes, group_lines, kv_groups, layer_sights
-from penstock.cli.inspect_drafts import drafts_line, has_deepseeks_layout, trained_drafts
+from penstock.cli.inspect_drafts import drafts_line, has_known_layout, trained_drafts
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.dtypes import COMPUTED, dtype_name
@@ -185,7 +185,7 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     facts["starts"], facts["why"], facts["advice"] = _start(folder, values, weights, facts)
     if (drafts := facts["drafts"]) is not None and drafts["is_model"]:
         # By the native route.
-        drafts["usable"] = facts["starts"] and not facts["why"] and has_deepseeks_layout(headers)
+        drafts["usable"] = facts["starts"] and not facts["why"] and has_known_layout(values, headers)
     share = 1.0 if not experts or not chosen else min(chosen / experts, 1.0)
     read = {kind: as_stored if quantized else weights.read_bytes(item, kind, share) for kind in kinds}
     facts["speed"] = _speed(read) if measures and weights.count else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from factories.engine.fake_engine import engine_config
 from factories.engine.model_engine import with_free_drafts
-from factories.engine.pools import in_groups, unwritten_host_pool, unwritten_pool
+from factories.engine.pools import add_states, in_groups, unwritten_host_pool, unwritten_pool
 from factories.models.checkpoints import reference_model
 from factories.models.run_kernels import cpu_device, new_runner
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -77,14 +77,13 @@ def head_engine(
     blocks = config.num_blocks if draft_blocks is None else draft_blocks
     facts = head.config
     geometry = (1, blocks, config.block_size, facts.num_kv_heads, facts.head_dim)
-    kv = KVCachePool(*geometry, head.dtype, head.device)
-    kv.key(0).fill_(float("nan"))
-    kv.value(0).fill_(float("nan"))
+    kv = unwritten_pool(*geometry, head.dtype, has_values=facts.has_values)
     kernels = cpu_device().sampling_kernels()
     drafter = HeadDrafter(head, kv, model.config.vocab_size, kernels=kernels, masks=masks)
     layout, config = in_groups(model, config)
-    layers = model.config.num_layers if layout is None else layout.layers_a_block
+    layers = model.config.num_kv_layers if layout is None else layout.layers_a_block
     places = (layers, config.num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
     served = unwritten_pool(*places, model.dtype, layout, has_values=model.config.has_values)
+    config = add_states(model, served, config)
     runner = new_runner(model, served, tap=drafter, masks=masks, host=unwritten_host_pool(served, config))
     return with_free_drafts(Engine(replace(config, window=window_of(model)), runner, None, drafter=drafter))

@@ -245,11 +245,11 @@ def test_a_draft_head_is_told_from_a_model_and_so_are_layers_for_drafts(tmp_path
     assert drafts == {"kind": "multi-token prediction", "is_model": True, "layers": 1, "usable": True}
 
 
-def test_layers_for_drafts_of_a_native_model_that_are_not_read_are_not_advised(tmp_path: Path) -> None:
+def test_layers_for_drafts_that_are_not_read_are_not_advised(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path, "qwen3_5_text")
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "mtp.fc.weight": torch.zeros(48, 96)}, folder / "model.safetensors")
-    facts = facts_of(folder)
-    assert (facts["starts"], facts["why"]) == (True, "")
-    assert facts["drafts"]["usable"] is False
-    assert "--draft-head" not in drafts_line(facts["drafts"])
+    for name, is_read in (("mtp.fc.weight", True), ("model.mtp_layers.0.input_proj.weight", False)):
+        save_file({**tensors, name: torch.zeros(48, 96)}, folder / "model.safetensors")
+        facts = facts_of(folder)
+        assert facts["drafts"]["usable"] is is_read
+        assert ("--draft-head checkpoint" in drafts_line(facts["drafts"])) is is_read

@@ -1,15 +1,16 @@
-"""Layers for multi-token prediction in DeepSeek-V3's layout: what is read, what it computes, what is refused."""
+"""Layers for multi-token prediction in DeepSeek-V3's and Qwen's layouts: what is read, what it computes, what is
+refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from factories.engine.assisted import assisted_engine, head_engine
 from factories.engine.fake_engine import request, run
 from factories.engine.model_engine import load_tiny
+from factories.models.carried_heads import WEIGHTS, Carried
 from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.models.run_kernels import cpu_device
 from penstock.common.errors import StartupError
@@ -23,69 +24,55 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-FAMILIES = ("deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.slow))
+FAMILIES = (
+    *(("deepseek_v3", False), ("deepseek_v3", True), ("qwen3_5_text", True), ("qwen3_next", True)),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("glm4_moe_lite", True), ("qwen3_5_moe_text", True))),
+)
 EPS = 1e-6
 
 
-class Carried:
-    """A checkpoint of two layers that carries a third one, and transformers' model of that one alone."""
+class Read:
+    """What the checkpoint is for transformers, and here."""
 
-    def __init__(self, base: Path, family: str, *, shares: bool) -> None:
-        self.folder = tiny_checkpoint(base / "model", family, seed=3)
-        alone = tiny_checkpoint(base / "layer", family, seed=9, num_hidden_layers=1, **_only_experts(family))
-        self.layer: PreTrainedModel = reference_model(alone)
-        self.served: PreTrainedModel = reference_model(self.folder)
-        tensors, own = load_file(self.folder / "model.safetensors"), load_file(alone / "model.safetensors")
-        generator = torch.Generator().manual_seed(4)
-        hidden = self.served.config.hidden_size
-        first, prefix = "model.layers.0.", "model.layers.2."
-        tensors |= {name.replace(first, prefix): tensor for name, tensor in own.items() if name.startswith(first)}
-        self.joint = torch.randn(hidden, 2 * hidden, generator=generator) * 0.1
-        self.norms = [1.0 + 0.2 * torch.randn(hidden, generator=generator) for _ in range(2)]
-        source = tensors if shares else own
-        tensors |= {
-            f"{prefix}eh_proj.weight": self.joint,
-            f"{prefix}enorm.weight": self.norms[0],
-            f"{prefix}hnorm.weight": self.norms[1],
-            f"{prefix}shared_head.norm.weight": own["model.norm.weight"],
-            f"{prefix}shared_head.head.weight": source["lm_head.weight"].clone(),
-            f"{prefix}embed_tokens.weight": source["model.embed_tokens.weight"].clone(),
-        }
-        self.head_VI, self.table_VI = source["lm_head.weight"], source["model.embed_tokens.weight"]
-        save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+    def __init__(self, carried: Carried) -> None:
+        self.carried = carried
+        self.layer: PreTrainedModel = reference_model(carried.alone)
+        self.served: PreTrainedModel = reference_model(carried.folder)
 
     def load(self) -> tuple[CausalLM, MultiTokenHead]:
-        model = load_tiny(self.folder)
-        return model, load_mtp(self.folder, model, cpu_device(), "none")
+        return load(self.carried)
 
     def reference(self, hidden_TI: Tensor, next_T: Tensor) -> Tensor:
         """Return the layer's result (T, hidden) after its norm, as the paper's equation 21 and what follows it."""
+        own = self.carried.own
+        rows = {"embed_norm": self.carried.table_VI[next_T], "state_norm": hidden_TI}
         both = [
-            torch.nn.functional.rms_norm(x, x.shape[-1:], norm, EPS)
-            for x, norm in zip((self.table_VI[next_T], hidden_TI), self.norms, strict=True)
+            torch.nn.functional.rms_norm(x, x.shape[-1:], self.carried.offset + own[name], EPS)
+            for name, x in rows.items()
         ]
-        joint = torch.cat(both, dim=-1) @ self.joint.T
+        joint = torch.cat(both, dim=-1) @ own["joint"].T
         hidden: Tensor = self.layer.model(inputs_embeds=joint[None]).last_hidden_state[0]
         return hidden
 
 
-def _only_experts(family: str) -> dict[str, Any]:
-    return {"mlp_layer_types": ["sparse"]} if family == "glm4_moe_lite" else {"first_k_dense_replace": 0}
+def load(carried: Carried) -> tuple[CausalLM, MultiTokenHead]:
+    model = load_tiny(carried.folder)
+    return model, load_mtp(carried.folder, model, cpu_device(), "none")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("family", "shares"), FAMILIES)
 def test_the_layer_computes_what_the_paper_says_row_by_row_and_in_a_chain(
     tmp_path: Path, family: str, shares: bool
 ) -> None:
     carried = Carried(tmp_path, family, shares=shares)
-    model, head = carried.load()
+    read = Read(carried)
+    model, head = read.load()
     # What it shares with the model is in memory once.
     assert (head.scores.__self__._head is model.head) is shares  # type: ignore[attr-defined]
     ids = torch.randint(2, VOCAB_SIZE, (13,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        states = carried.served.model(ids[None]).last_hidden_state[0, :-1]
-        expected = carried.reference(states, ids[1:])
+        states = read.served.model(ids[None]).last_hidden_state[0, :-1]
+        expected = read.reference(states, ids[1:])
         facts = head.config
         cpu = torch.device("cpu")
         kv = KVCachePool(1, 8, 4, facts.num_kv_heads, facts.head_dim, torch.float32, cpu, has_values=facts.has_values)
@@ -101,7 +88,7 @@ def test_the_layer_computes_what_the_paper_says_row_by_row_and_in_a_chain(
         draft = scores[-1:].argmax(-1)
         metadata, positions = _metadata(12, 1)
         further = head.forward(head.embedded(draft, model.embed), pieces[-1][-1:], positions, metadata, kv)
-        again = carried.reference(torch.cat([states, expected[-1:]]), torch.cat([ids[1:], draft]))
+        again = read.reference(torch.cat([states, expected[-1:]]), torch.cat([ids[1:], draft]))
         torch.testing.assert_close(further, again[-1:], atol=2e-3, rtol=2e-3)
 
 
@@ -110,7 +97,7 @@ def _metadata(first: int, count: int) -> tuple[AttentionMetadata, Tensor]:
 
 
 def test_its_drafts_change_no_ids(tmp_path: Path) -> None:
-    model, head = Carried(tmp_path, "deepseek_v3", shares=True).load()
+    model, head = load(Carried(tmp_path, "deepseek_v3"))
     mode = AssistanceOptions(num_assistant_tokens=3, confidence_threshold=0.0)
     rng = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB_SIZE, (length,), generator=rng).tolist() for length in (1, 9, 30)]
@@ -127,7 +114,7 @@ def test_its_drafts_change_no_ids(tmp_path: Path) -> None:
 def test_a_shared_head_is_that_of_the_model_that_takes_the_served_ones_place(tmp_path: Path) -> None:
     for shares in (True, False):
         carried = Carried(tmp_path / str(shares), "deepseek_v3", shares=shares)
-        _, head = carried.load()
+        _, head = load(carried)
         other = load_tiny(tiny_checkpoint(tmp_path / "other", "deepseek_v3", seed=5))
         row = torch.randn(1, head.config.hidden_size)
         head.share(other)
@@ -142,3 +129,28 @@ def test_a_checkpoint_without_such_a_layer_is_refused_by_name(tmp_path: Path) ->
     bare = tiny_checkpoint(tmp_path / "bare", "deepseek_v3")
     with pytest.raises(StartupError, match=r"lacks tensors? model\.layers\.2\."):
         load_mtp(bare, load_tiny(bare), cpu_device(), "none")
+    hybrid = tiny_checkpoint(tmp_path / "hybrid", "qwen3_5_text")
+    with pytest.raises(StartupError, match=r"lacks tensor mtp\.fc\.weight: it carries no layer for drafts"):
+        load_mtp(hybrid, load_tiny(hybrid), cpu_device(), "none")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_the_experts_of_its_layer_may_be_stacked(tmp_path: Path, family: str) -> None:
+    carried = Carried(tmp_path, family)
+    _, plain = load(carried)
+    tensors, own = load_file(carried.folder / WEIGHTS), "mtp.layers.0.mlp.experts."
+    gate, up, down = (
+        torch.stack([tensors.pop(f"{own}{number}.{name}_proj.weight") for number in range(6)])
+        for name in ("gate", "up", "down")
+    )
+    tensors |= {f"{own}gate_up_proj": torch.cat((gate, up), dim=1), f"{own}down_proj": down}
+    save_file(tensors, carried.folder / WEIGHTS)
+    model, stacked = load(carried)
+    rows = torch.randn(4, plain.config.hidden_size)
+    metadata, positions = _metadata(0, 4)
+    facts, cpu = plain.config, torch.device("cpu")
+    found = []
+    for head in (plain, stacked):
+        kv = KVCachePool(1, 8, 4, facts.num_kv_heads, facts.head_dim, torch.float32, cpu)
+        found.append(head.forward(model.embed(torch.arange(4)), rows, positions, metadata, kv))
+    assert torch.equal(*found)

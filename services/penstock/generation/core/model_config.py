@@ -219,6 +219,8 @@ class ModelConfig:
     has_gates: bool = False
     # Layers after the last one that the checkpoint has for drafts. The model does without them: models.mtp reads them.
     num_draft_layers: int = 0
+    # They are named as layers that follow (weights.draft_layers).
+    drafts_are_layers: bool = True
 
     # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
     # loader, and fields of native layers mean nothing.

@@ -8,7 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.generation.core.delta_heads import DeltaHeads
-from penstock.generation.core.model_config import ConfigReader, Experts, ModelConfig, NormKind, RopeConfig
+from penstock.generation.core.model_config import (
+    MAX_LAYERS,
+    ConfigReader,
+    Experts,
+    ModelConfig,
+    NormKind,
+    RopeConfig,
+)
 from penstock.generation.layers.rope import read_rope
 from penstock.generation.models.dense_families import rotary_dim_of
 from penstock.generation.models.family import FULL, Family, always, from_field
@@ -60,6 +67,9 @@ def _delta(config: ConfigReader, model: ModelConfig, *, by_key_head: bool) -> Mo
         norm_kind=NormKind.RMS_ROUNDED_ONCE,
         norm_offset=1.0,
         has_gates=True,
+        # Most configurations do not tell: a checkpoint has them, or has not.
+        num_draft_layers=config.integer("mtp_num_hidden_layers", 1, minimum=0, maximum=MAX_LAYERS),
+        drafts_are_layers=False,
         # All layers alike: none of them keeps a state.
         delta=heads if any(layers) else None,
     )

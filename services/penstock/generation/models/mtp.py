@@ -1,4 +1,5 @@
-"""Layers for multi-token prediction that a checkpoint carries after its last layer (DeepSeek-V3, arXiv 2412.19437).
+"""Layers for multi-token prediction that a checkpoint carries after its last layer (DeepSeek-V3, arXiv 2412.19437;
+Qwen3-Next and Qwen3.5).
 
 Such a layer reads the final hidden state of a token and the embedding of the next one, joined by `eh_proj`, and is
 otherwise one of the model's own decoder layers. Only the first is read: it drafts a chain by itself, as in vLLM and
@@ -20,13 +21,22 @@ from typing_extensions import override
 
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import Activation, ModelConfig
-from penstock.generation.layers.decoder_layer import RMSNorm
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.models.draft_head import DraftHead, Embed
 from penstock.generation.models.loader import LayerMaker
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights, TensorSource
+from penstock.generation.weights.draft_layers import (
+    DRAFT_HEAD,
+    DRAFT_NORM,
+    DRAFT_TABLE,
+    JOINT,
+    NEXT_NORM,
+    QWEN_JOINT,
+    STATE_NORM,
+)
 from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.quantised.table import open_checkpoint
+from penstock.generation.weights.stacked_experts import UnstackedExperts, stacked_shapes
 from penstock.generation.weights.tensor_names import (
     EMBEDDING,
     LM_HEAD,
@@ -43,10 +53,6 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.linear.base import Linear
     from penstock.generation.models.decoder import CausalLM
-
-# Its tensors beside those of a decoder layer.
-_NEXT_NORM, _STATE_NORM, _JOINT = "enorm", "hnorm", "eh_proj"
-_NORM, _HEAD, _TABLE = "shared_head.norm.weight", "shared_head.head.weight", "embed_tokens.weight"
 
 
 class MultiTokenHead(DraftHead):
@@ -68,16 +74,14 @@ class MultiTokenHead(DraftHead):
         super().__init__(device.attention(model.dtype, config.head_dim), rotaries, kernels.stream_dtype(model.dtype))
         self.config, self.taps = config, (model.config.num_layers,)
         self.dtype, self.device, self.served_ids = model.dtype, device.torch_device, None
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(weights.tensor(f"{layer_prefix(0)}{name}"), config.rms_norm_eps, kernels)
-
         hidden = config.hidden_size
-        self._next_norm, self._state_norm = norm(f"{_NEXT_NORM}.weight"), norm(f"{_STATE_NORM}.weight")
-        joint = LayerLinear(_JOINT, (_JOINT,), (hidden,), 2 * hidden, has_bias=False)
+        self._next_norm, self._state_norm = (
+            maker.norm(f"{layer_prefix(0)}{name}.weight") for name in (NEXT_NORM, STATE_NORM)
+        )
+        joint = LayerLinear(JOINT, (JOINT,), (hidden,), 2 * hidden, has_bias=False)
         self._joint = weights.linear(layer_prefix(0), joint)
         self._layer = maker.layer(0)
-        self._norm = norm(_NORM)
+        self._norm = maker.norm(f"{layer_prefix(0)}{DRAFT_NORM}")
         own = LayerLinear("shared_head.head", ("shared_head.head",), (config.vocab_size,), hidden, has_bias=False)
         self._shares_head = weights.shares_head
         self._head = model.head if weights.shares_head else weights.linear(layer_prefix(0), own)
@@ -134,25 +138,33 @@ class LayerWeights:
             sliding_windows=(None,),
             layer_ropes=(),
             num_draft_layers=0,
+            # It attends.
+            delta=None,
             # Dense layers are the first ones of a model.
             experts=None if experts is None else replace(experts, layers=(True,)),
         )
         self._prefix = layer_prefix(served.num_layers)
-        source = open_checkpoint(folder, progress)
-        expected = self._shapes()
-        tables = {f"{self._prefix}{_HEAD}": LM_HEAD, f"{self._prefix}{_TABLE}": EMBEDDING}
+        source = open_checkpoint(folder, progress, draft_layer=served.num_layers)
+        if f"{self._prefix}{JOINT}.weight" not in source:
+            name = f"{self._prefix}{JOINT}.weight" if served.drafts_are_layers else QWEN_JOINT
+            raise StartupError(f"{folder} lacks tensor {name}: it carries no layer for drafts", flag="MODEL")
+        expected, places = stacked_shapes(self.config, self._shapes(), lambda name: self._own(name) in source)
+        expected = {self._own(name): shape for name, shape in expected.items()}
+        tables = {f"{self._prefix}{DRAFT_HEAD}": LM_HEAD, f"{self._prefix}{DRAFT_TABLE}": EMBEDDING}
         shape = (served.vocab_size, served.hidden_size)
         # Those that are the model's own are not read again.
         own = [name for name, same in tables.items() if name in source and not _are_one(source, name, same)]
-        self.shares_head = f"{self._prefix}{_HEAD}" not in own
-        self.has_table = f"{self._prefix}{_TABLE}" in own
+        self.shares_head = f"{self._prefix}{DRAFT_HEAD}" not in own
+        self.has_table = f"{self._prefix}{DRAFT_TABLE}" in own
         layers = range(served.num_layers + served.num_draft_layers)
         others = [layer_prefix(number) for number in layers if number != served.num_layers]
         for prefix in (*others, *(name for name in tables if name not in own), EMBEDDING, LM_HEAD, NORM):
             source.leave_out(prefix)
         source.check({**expected, **dict.fromkeys(own, shape)}, {})
         self.num_parameters = sum(map(math.prod, [*expected.values(), *[shape for _ in own]]))
-        self._weights = CheckpointWeights(source, device, dtype, quantization, is_tied=False, map_embeddings=False)
+        experts_of = {self._own(name): replace(row, tensor=self._own(row.tensor)) for name, row in places.items()}
+        whole: TensorSource = UnstackedExperts(source, experts_of) if experts_of else source
+        self._weights = CheckpointWeights(whole, device, dtype, quantization, is_tied=False, map_embeddings=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -180,7 +192,7 @@ class LayerWeights:
 
     def table(self) -> Tensor | None:
         """Return an embedding of its own; None: it is the model's."""
-        return self._weights.tensor(f"{self._prefix}{_TABLE}") if self.has_table else None
+        return self._weights.tensor(f"{self._prefix}{DRAFT_TABLE}") if self.has_table else None
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         """See Weights."""
@@ -192,19 +204,24 @@ class LayerWeights:
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """See Weights."""
-        return self._weights.tensor(f"{self._prefix}{name.removeprefix(layer_prefix(0))}", is_exact=is_exact)
+        return self._weights.tensor(self._own(name), is_exact=is_exact)
 
     def layer_is_complete(self) -> None:
         """See Weights."""
         self._weights.layer_is_complete()
 
+    def _own(self, name: str) -> str:
+        """Return the name in the checkpoint of a tensor of the first layer."""
+        return f"{self._prefix}{name.removeprefix(layer_prefix(0))}"
+
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of the tensors that the layer must have."""
+        """Return name -> shape of the tensors that the layer must have, as those of a first layer."""
         hidden, first = self.config.hidden_size, layer_prefix(0)
-        layer = {name.removeprefix(first): shape for name, shape in tensor_shapes(self.config).items() if first in name}
-        layer |= dict.fromkeys((f"{_NEXT_NORM}.weight", f"{_STATE_NORM}.weight", _NORM), (hidden,))
-        layer[f"{_JOINT}.weight"] = (hidden, 2 * hidden)
-        return {f"{self._prefix}{name}": shape for name, shape in layer.items()}
+        shapes = {name: shape for name, shape in tensor_shapes(self.config).items() if name.startswith(first)}
+        norms = (f"{NEXT_NORM}.weight", f"{STATE_NORM}.weight", DRAFT_NORM)
+        shapes |= {f"{first}{name}": (hidden,) for name in norms}
+        shapes[f"{first}{JOINT}.weight"] = (hidden, 2 * hidden)
+        return shapes
 
 
 def load_mtp(
@@ -215,8 +232,8 @@ def load_mtp(
     served = model.config
     if not served.num_draft_layers:
         raise StartupError(
-            f"{folder} has no layers for drafts that are known here: config.json of a native model with "
-            "num_nextn_predict_layers has"
+            f"{folder} has no layers for drafts that are known here: a native model with num_nextn_predict_layers in "
+            "its config.json has, and one of Qwen3-Next or Qwen3.5"
         )
     if is_packed(folder):
         raise StartupError(f"{folder} is packed, and without its layers for drafts: give the checkpoint it was made of")

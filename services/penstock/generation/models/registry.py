@@ -205,7 +205,8 @@ def checkpoint_weights(
 def _checked(folder: Path, config: ModelConfig, progress: CountBytes | None) -> TensorSource:
     """Open a checkpoint, and check the names and shapes of its tensors."""
     checkpoint = open_checkpoint(folder, progress)
-    for layer in range(config.num_layers, config.num_layers + config.num_draft_layers):
+    num_left_out = config.num_draft_layers if config.drafts_are_layers else 0
+    for layer in range(config.num_layers, config.num_layers + num_left_out):
         checkpoint.leave_out(layer_prefix(layer))
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}

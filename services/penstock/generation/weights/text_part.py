@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.model_config import ConfigReader
+from penstock.generation.weights.draft_layers import QWEN, name_as_layer
 
 if TYPE_CHECKING:
     from penstock.generation.weights.safetensors_folder import Checkpoint
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 _FIELD = "text_config"
 # Names in the checkpoint of the whole: of the text's tensors, and of those that nothing reads here.
-_PREFIX, _OTHERS = "model.language_model.", ("model.visual.", "mtp.")
+_PREFIX, _OTHERS = "model.language_model.", ("model.visual.", QWEN)
 
 
 def text_part(config: ConfigReader) -> ConfigReader:
@@ -29,8 +30,13 @@ def text_part(config: ConfigReader) -> ConfigReader:
     return ConfigReader(values, config.source, config.prefix)
 
 
-def take_text_part(checkpoint: Checkpoint) -> None:
-    """Give the text's tensors the names of a text model, and take the others for absent."""
+def take_text_part(checkpoint: Checkpoint, draft_layer: int | None = None) -> None:
+    """Give the text's tensors the names of a text model, and take the others for absent.
+
+    `draft_layer`: number that the layer for drafts gets; None: it is absent, too.
+    """
     checkpoint.rename(_PREFIX, "model.")
+    if draft_layer is not None:
+        name_as_layer(checkpoint, draft_layer)
     for prefix in _OTHERS:
         checkpoint.leave_out(prefix)

@@ -84,16 +84,20 @@ def read_format(config: ConfigReader) -> QuantFormat | None:
 
 
 def open_checkpoint(
-    folder: Path, progress: CountBytes | None = None
+    folder: Path, progress: CountBytes | None = None, *, draft_layer: int | None = None
 ) -> Checkpoint | QuantisedCheckpoint | GgufCheckpoint:
-    """Open the tensors of a folder: safetensors, quantised or not, or a GGUF file's. Raises StartupError."""
+    """Open the tensors of a folder: safetensors, quantised or not, or a GGUF file's. Raises StartupError.
+
+    `draft_layer`: number that a layer for drafts gets which is not named as one (weights.draft_layers); None: it is
+    left out.
+    """
     if (folder / GGUF_FILE).exists():
         return GgufCheckpoint(folder, progress)
     config = ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
     format = read_format(config)
     files = Checkpoint(folder, progress)
     if config.values.get("model_type") in DELTA_TYPES or text_part(config) is not config:
-        take_text_part(files)
+        take_text_part(files, draft_layer)
     return files if format is None else QuantisedCheckpoint(files, format)
 
 
