@@ -173,10 +173,11 @@ class HeadDrafter:
             for seq_id in seq_ids:
                 self._forget(seq_id)
 
-    def follow(self, model: CausalLM) -> None:
-        """Draft for `model` from now on: the served one with other weights. Sequences keep all that is kept of them,
-        and nothing keeps the old one."""
-        self.head.share(model)
+    def follow(self, model: CausalLM, head: DraftHead) -> None:
+        """Draft for `model` from now on, the served one with other weights, by `head`: the same, or one of its shape.
+        Sequences keep all that is kept of them, and nothing keeps the old ones."""
+        self.head = head
+        head.share(model)
         if self._embed is not None:
             self._embed = model.embed
 

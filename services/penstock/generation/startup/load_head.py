@@ -43,9 +43,9 @@ class HeadDraft:
         self.drafter.warm_up()
 
     def follow(self, model: LanguageModel) -> None:
-        """Draft for the served model with other weights, between two steps."""
+        """Draft for the served model with other weights, between two steps, by this head."""
         assert isinstance(model, CausalLM), "a head drafts for a native model"
-        self.drafter.follow(model)
+        self.drafter.follow(model, self.head)
 
     def status_line(self) -> str:
         """Return a line of facts for people."""
