@@ -44,6 +44,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
+from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.draft_head import DraftHead
 from penstock.generation.models.eagle3 import load_eagle3
 from penstock.generation.models.language_model import LanguageModel
@@ -141,6 +142,8 @@ def make_engine(model: LanguageModel, draft: LanguageModel | None, head: DraftHe
     if head is not None:
         facts = head.config
         kv = KVCachePool(1, NUM_BLOCKS, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim, head.dtype, head.device)
+        assert isinstance(model, CausalLM)
+        head.share(model)
         drafter = HeadDrafter(head, kv, model.config.vocab_size, kernels=SamplingKernels(), masks=None)
         return Engine(config, runner(model, drafter), None, drafter=drafter)
     if draft is not None:

@@ -79,6 +79,7 @@ def head_engine(
     geometry = (1, blocks, config.block_size, facts.num_kv_heads, facts.head_dim)
     kv = unwritten_pool(*geometry, head.dtype, has_values=facts.has_values)
     kernels = cpu_device().sampling_kernels()
+    head.share(model)
     drafter = HeadDrafter(head, kv, model.config.vocab_size, kernels=kernels, masks=masks)
     layout, config = in_groups(model, config)
     layers = model.config.num_kv_layers if layout is None else layout.layers_a_block

@@ -232,14 +232,14 @@ def test_rows_get_the_same_bits_beside_one_whose_attention_is_wanted(
 def test_a_tensor_by_a_name_that_the_kernels_do_not_know_ends_the_start(
     tmp_path: Path, spelt: str, instead: str, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = fused._named_tensors
+    named = fused.named_tensors
 
     def misspelt(layer: DecoderLayer) -> dict[str, torch.Tensor]:
         tensors = named(layer)
         tensors[instead] = tensors.pop(spelt)
         return tensors
 
-    monkeypatch.setattr(fused, "_named_tensors", misspelt)
+    monkeypatch.setattr(fused, "named_tensors", misspelt)
     with pytest.raises(RuntimeError, match=refusal):
         native(tiny_checkpoint(tmp_path, "qwen2"), "none")
 

@@ -96,6 +96,11 @@ class CausalLM:
         self._is_native = isinstance(lm_head, NativeLinear)
 
     @property
+    def fused(self) -> FusedLayers | None:
+        """All layers in one call; None: their operators are called one by one."""
+        return self._fused
+
+    @property
     def can_draw(self) -> bool:
         """True when `forward_and_draw` and `decode` may be called."""
         return self._fused is not None

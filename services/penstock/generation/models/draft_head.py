@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.rope import RotaryEmbedding
     from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.fused_head import ChainLimits
 
 # (ids) -> (ids, hidden): the served model's embedding.
 Embed = Callable[[Tensor], Tensor]
@@ -64,6 +65,34 @@ class DraftHead(ABC):
     @abstractmethod
     def scores(self, hidden_NI: Tensor) -> Tensor:
         """Return (N, scores) in float32 of some rows of `forward`'s result."""
+
+    def step(
+        self, embeds_TI: Tensor, features_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
+    ) -> tuple[Tensor, Tensor]:
+        """Return `forward`'s result for the last row of each sequence, (S, hidden), and the scores of these rows."""
+        hidden_TI = self.forward(embeds_TI, features_TI, positions_T, metadata, kv)
+        if len(hidden_TI) > metadata.num_seqs:
+            hidden_TI = hidden_TI[metadata.query_start[1:].long() - 1]
+        return hidden_TI, self.scores(hidden_TI)
+
+    @property
+    def can_chain(self) -> bool:
+        """True when `chain` may be called."""
+        return False
+
+    def chain(
+        self,
+        embeds_TI: Tensor,
+        features_TI: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        tables_SB: Tensor,
+        kv: KVCachePool,
+        limits: Sequence[ChainLimits],
+    ) -> list[list[int]]:
+        """Return the drafts of each sequence by the highest scores, as the served model's ids; arguments as of
+        FusedHead.chain. Call it only where `can_chain`."""
+        raise RuntimeError("this head drafts row by row")
 
     def embedded(self, ids_T: Tensor, embed: Embed) -> Tensor:
         """Return the embeddings that the head was trained with: the served model's, by `embed`."""

@@ -8,6 +8,7 @@ ids, less the head's own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from penstock.generation.layers.decoder_layer import RMSNorm, SelfAttention, Swi
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.models.dense_families import LLAMA
 from penstock.generation.models.draft_head import DraftHead, Embed
+from penstock.generation.models.fused_head import ChainLimits, HeadParts, fused_head, served_embedding
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.safetensors_folder import Checkpoint
 from penstock.generation.weights.tensor_names import LayerLinear
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.linear.base import Linear
+    from penstock.generation.models.decoder import CausalLM
 
 # `architectures` of folders with such a head: SafeAILab's and SGLang's trainers, and vLLM's speculators.
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -136,6 +139,19 @@ class Eagle3Head(DraftHead):
         self._norm = RMSNorm(weights.tensor("norm.weight"), layer.rms_norm_eps, kernels)
         self._lm_head = weights.linear("", _scores(config))
         self._table = weights.table()
+        parts = HeadParts(
+            self._input_norm,
+            self._hidden_norm,
+            self._attend,
+            self._post_norm,
+            self._mlp,
+            self._norm,
+            self._lm_head,
+            config.norm_before_residual,
+        )
+        self._fused = fused_head(layer, parts, rotary, self._attention)
+        # Of drafts; None: none that the fused layer can read.
+        self._embedding = None if self._fused is None or self._table is None else (self._fused.decoder, self._table)
         self.served_ids = weights.served_ids(device.torch_device)
         self.num_bytes, self.num_parameters = weights.num_bytes, weights.num_parameters
 
@@ -168,6 +184,42 @@ class Eagle3Head(DraftHead):
     @torch.inference_mode()
     def scores(self, hidden_NI: Tensor) -> Tensor:
         return self._lm_head.as_float(self._norm(hidden_NI.contiguous()))
+
+    @override
+    @torch.inference_mode()
+    def step(
+        self, embeds_TI: Tensor, features_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
+    ) -> tuple[Tensor, Tensor]:
+        if self._fused is None:
+            return super().step(embeds_TI, features_TI, positions_T, metadata, kv)
+        return self._fused.step(embeds_TI, features_TI, positions_T, metadata, kv)
+
+    @property
+    @override
+    def can_chain(self) -> bool:
+        return self._fused is not None and self._embedding is not None
+
+    @override
+    @torch.inference_mode()
+    def chain(
+        self,
+        embeds_TI: Tensor,
+        features_TI: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        tables_SB: Tensor,
+        kv: KVCachePool,
+        limits: Sequence[ChainLimits],
+    ) -> list[list[int]]:
+        if self._fused is None or self._embedding is None:
+            return super().chain(embeds_TI, features_TI, positions_T, metadata, tables_SB, kv, limits)
+        rows = (embeds_TI, features_TI, positions_T, metadata, tables_SB, kv)
+        return self._fused.chain(*rows, self._embedding, self.served_ids, limits)
+
+    @override
+    def share(self, model: CausalLM) -> None:
+        if self._table is None and self._fused is not None:
+            self._embedding = served_embedding(model.fused)
 
 
 class Eagle3Weights:

@@ -61,16 +61,16 @@ class FusedLayers:
             "embedding_scale": embedding_scale,
             "residual_scale": config.residual_scale,
         }
-        decoder: Any = torch.classes.penstock.Decoder(
+        self.decoder: Any = torch.classes.penstock.Decoder(
             sizes,
             factors,
-            [_named_tensors(layer) for layer in layers],
-            [_own_sizes(layer) for layer in layers],
-            {"norm": norm.weight, **_named_parts("head", last)},
+            [named_tensors(layer) for layer in layers],
+            [own_sizes(layer) for layer in layers],
+            {"norm": norm.weight, **named_parts("head", last)},
         )
-        self._forward, self._decode = decoder.forward, decoder.decode
+        self._forward, self._decode = self.decoder.forward, self.decoder.decode
         self._rotaries = tuple(rotaries)
-        self._table = table
+        self.table = table
         # Rows of taps are of this dtype and width.
         self._like_TI = torch.empty((0, config.hidden_size), dtype=dtype)
 
@@ -128,7 +128,7 @@ class FusedLayers:
         native = None if adapters is None else adapters.native
         tapped = None if taps is None else (list(taps.layers), taps.room(len(ids), self._like_TI))
         drawn: list[int] = self._decode(
-            ids, lengths, tables, self._table, cos, sin, *kv.tensors, native, kv.places, tapped
+            ids, lengths, tables, self.table, cos, sin, *kv.tensors, native, kv.places, tapped
         )
         return drawn
 
@@ -161,7 +161,7 @@ def can_fuse(
     return isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
-def _own_sizes(layer: DecoderLayer) -> dict[str, int]:
+def own_sizes(layer: DecoderLayer) -> dict[str, int]:
     """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
     attention = cast(SelfAttention, layer.attention)
     sizes = {"window": attention.layer.window or 0, "turn": attention.turn}
@@ -174,12 +174,12 @@ def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
     return cast("dict[str, NativeLinear]", products)
 
 
-def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
+def named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """Return a layer's tensors by the names that csrc/decoder knows, with the norms of the heads if the model has
     them."""
     tensors: dict[str, Tensor] = {}
     for name, product in _products(layer).items():
-        tensors |= _named_parts(name, product)
+        tensors |= named_parts(name, product)
     norms = {"input_norm": layer.input_norm, "post_attention_norm": layer.post_attention_norm}
     if isinstance(layer, AroundLayer):
         norms |= {"attention_out_norm": layer.attention_out, "mlp_out_norm": layer.mlp_out}
@@ -189,6 +189,6 @@ def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     return tensors | {name: weight for name, weight in others.items() if weight is not None}
 
 
-def _named_parts(name: str, linear: Linear) -> dict[str, Tensor]:
+def named_parts(name: str, linear: Linear) -> dict[str, Tensor]:
     """Return `name`.weight and, if the format has them, .bias, .scale, .sum and .offset."""
     return {f"{name}.{part}": tensor for part, tensor in cast(NativeLinear, linear).packed.parts().items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,9 +18,10 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import BlockCopy, DraftKind, SampledToken, ScheduledSequence
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.models.fused_head import ChainLimits
 from penstock.generation.runner.draft_shadow import new_shadow, take_draft
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller
-from penstock.generation.runner.input_batch import InputBatch
+from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 from penstock.generation.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -155,17 +155,43 @@ class HeadDrafter:
         found = [self._start(request, busy) for request in requests]
         drawing = [one for one in found if one is not None]
         ends = [one.follower.rows.num_computed_tokens + one.follower.num_waiting for one in drawing]
-        hidden_NI = self._run([(one.follower, one.follower.num_waiting) for one in drawing]) if drawing else None
-        active = drawing
-        while active and hidden_NI is not None:
-            places = self._draw(active, hidden_NI)
-            active = [active[place] for place in places]
-            if not active:
-                break
-            hidden_NI = self._run_on(active, hidden_NI[self._index(places)])
+        if drawing and self.head.can_chain and all(map(self._is_chained, drawing)):
+            self._chain(drawing)
+        elif drawing:
+            self._draw_in_turn(drawing)
         for one, end in zip(drawing, ends, strict=True):
             one.follower.rows.num_computed_tokens = end
         return [[] if one is None else one.shadow.token_ids[one.request.sequence.num_tokens :] for one in found]
+
+    def _draw_in_turn(self, active: list[_Drawing]) -> None:
+        """Draw the drafts of all sequences, one pass after the other."""
+        hidden_NI, scores_NV = self._step(*self._due_rows([(one.follower, one.follower.num_waiting) for one in active]))
+        while places := self._draw(active, scores_NV):
+            active = [active[place] for place in places]
+            hidden_NI, scores_NV = self._step(self._further(active), hidden_NI[self._index(places)])
+
+    def _is_chained(self, one: _Drawing) -> bool:
+        """True when a chain needs nothing but the highest scores."""
+        return one.shadow.grammar is None and self._is_plain(one.shadow)
+
+    def _chain(self, drawing: list[_Drawing]) -> None:
+        """Draw the drafts of all sequences in one call."""
+        scheduled, features_TI = self._due_rows([(one.follower, one.follower.num_waiting) for one in drawing])
+        inputs, embeds_TI = self._embedded(scheduled)
+        tables_SB = self._inputs.whole_tables([one.follower.rows for one in drawing])
+        limits = [
+            ChainLimits(
+                one.request.num_tokens,
+                one.request.confidence_threshold,
+                () if one.shadow.params.ignore_eos else one.shadow.params.eos_token_ids,
+            )
+            for one in drawing
+        ]
+        drafts = self.head.chain(
+            embeds_TI, features_TI, inputs.positions_T, inputs.metadata, tables_SB, self.kv, limits
+        )
+        for one, ids in zip(drawing, drafts, strict=True):
+            one.shadow.token_ids += ids
 
     def release(self, seq_ids: Seq[int]) -> None:
         """See core.step.Drafter."""
@@ -194,8 +220,7 @@ class HeadDrafter:
         inputs = self._inputs.build((ScheduledSequence(rows, 0, size),))
         self._inputs.release((-1,))
         states = torch.zeros(size, hidden, dtype=self.head.dtype, device=self.head.device)
-        result = self.head.forward(states, states, inputs.positions_T, inputs.metadata, self.kv)
-        self.head.scores(result[-1:])
+        self.head.step(states, states, inputs.positions_T, inputs.metadata, self.kv)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks), for tests."""
@@ -234,7 +259,9 @@ class HeadDrafter:
             if count > 0 and self._make_ready(follower, sequence, count, busy):
                 entries.append((follower, count))
         if entries:
-            self._run(entries)
+            scheduled, features_TI = self._due_rows(entries)
+            inputs, embeds_TI = self._embedded(scheduled)
+            self.head.forward(embeds_TI, features_TI, inputs.positions_T, inputs.metadata, self.kv)
 
     def _start(self, request: DraftRequest, busy: set[int]) -> _Drawing | None:
         """Prepare a sequence for drafts; None: it gets none now."""
@@ -284,38 +311,39 @@ class HeadDrafter:
         rows.token_ids[first:] = sequence.token_ids[place : place + count]
         return True
 
-    def _run(self, entries: list[tuple[_Follower, int]]) -> Tensor:
-        """Compute rows that wait. Return the result of each entry's last row (N, hidden)."""
+    def _due_rows(self, entries: list[tuple[_Follower, int]]) -> tuple[list[ScheduledSequence], Tensor]:
+        """Return rows that wait, which are computed next, and their features (T, hidden)."""
         scheduled = [
             ScheduledSequence(follower.rows, follower.rows.num_computed_tokens, count) for follower, count in entries
         ]
         tapped = [follower.take_waiting(count) for follower, count in entries]
         for follower, count in entries:
             follower.rows.num_computed_tokens += count
-        return self._forward(scheduled, self.head.features(tapped[0] if len(tapped) == 1 else torch.cat(tapped)))
+        return scheduled, self.head.features(tapped[0] if len(tapped) == 1 else torch.cat(tapped))
 
-    def _run_on(self, active: list[_Drawing], hidden_NI: Tensor) -> Tensor:
-        """Compute one more row of each sequence: of its last draft, from the result of the row before."""
+    def _further(self, active: list[_Drawing]) -> list[ScheduledSequence]:
+        """Return one more row of each sequence, of its last draft: computed next, from the result of the row before."""
         scheduled = []
         for one in active:
             rows = one.follower.rows
             rows.token_ids.append(one.shadow.token_ids[-1])
             scheduled.append(ScheduledSequence(rows, rows.num_computed_tokens, 1))
             rows.num_computed_tokens += 1
-        return self._forward(scheduled, hidden_NI)
+        return scheduled
 
-    def _forward(self, scheduled: list[ScheduledSequence], features_TI: Tensor) -> Tensor:
+    def _step(self, scheduled: list[ScheduledSequence], features_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute rows. Return the result of each entry's last row (N, hidden), and its scores."""
+        inputs, embeds_TI = self._embedded(scheduled)
+        return self.head.step(embeds_TI, features_TI, inputs.positions_T, inputs.metadata, self.kv)
+
+    def _embedded(self, scheduled: list[ScheduledSequence]) -> tuple[ModelInputs, Tensor]:
+        """Return inputs of rows of the head, and their embeddings (T, hidden)."""
         assert self._embed is not None, "hidden states were taken with an embedding"
         inputs = self._inputs.build(scheduled)
-        embeds_TI = self.head.embedded(inputs.input_ids_T, self._embed)
-        hidden_TI = self.head.forward(embeds_TI, features_TI, inputs.positions_T, inputs.metadata, self.kv)
-        if len(hidden_TI) == len(scheduled):
-            return hidden_TI
-        return hidden_TI[self._index([end - 1 for end in islice(inputs.row_starts, 1, None)])]
+        return inputs, self.head.embedded(inputs.input_ids_T, self._embed)
 
-    def _draw(self, active: list[_Drawing], hidden_NI: Tensor) -> list[int]:
+    def _draw(self, active: list[_Drawing], scores_NV: Tensor) -> list[int]:
         """Draw a draft of each sequence. Return the places of those that draw another one."""
-        scores_NV = self.head.scores(hidden_NI)
         plain = [place for place, one in enumerate(active) if self._is_plain(one.shadow)]
         drawn: dict[int, tuple[int, float | None]] = {}
         if plain:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.adapter import Adapter
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import Bundles, ScheduledSequence
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.language_model import LanguageModel
@@ -106,6 +107,11 @@ class InputBatch:
             max_context_len=longest,
         )
         return ModelInputs(input_ids_T, positions_T, metadata, list(range(count + 1)), tables)
+
+    def whole_tables(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Return (S, blocks) int32: all blocks of sequences of the last `build`, those without tokens as well."""
+        width = max(len(sequence.block_table) for sequence in sequences)
+        return self._moved(self._tables[[self._slots[sequence.seq_id] for sequence in sequences], :width])
 
     def _moved(self, values: np.ndarray) -> torch.Tensor:
         return uploaded(values, self._device)

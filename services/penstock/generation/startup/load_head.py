@@ -86,7 +86,7 @@ def load_draft_head(
 def make_head_draft(
     config: GenerationServiceConfig,
     head: DraftHead,
-    model: LanguageModel,
+    model: CausalLM,
     kv: KVCachePool,
     device: Device,
     context: int,
@@ -112,6 +112,7 @@ def make_head_draft(
         )
         own = KVCachePool(1, blocks, *geometry, dtype, device.torch_device, has_values=facts.has_values)
     drafter = HeadDrafter(head, own, model.config.vocab_size, kernels=device.sampling_kernels(), masks=masks)
+    drafter.follow(model, head)
     drafter.warm_up()
     return HeadDraft(head_name(config.draft_head), head, drafter)
 

@@ -12,6 +12,7 @@ from penstock.common.units import format_size
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.config import EngineConfig, EngineOptions
 from penstock.generation.grammar.matcher_state import MaskWorkers
+from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.runner.model_runner import ModelRunner, WarmUpWork
 from penstock.generation.startup.batch_tuning import (
@@ -76,6 +77,7 @@ def tune_engine(start: Start, files: ModelFiles, weights: LoadedWeights, pools: 
     masks = MaskWorkers(files.config.vocab_size, config.mask_threads)
     head = None
     if weights.head is not None:
+        assert isinstance(model, CausalLM), "a head drafts for a native model"
         head = make_head_draft(config, weights.head, model, pools.kv, device, files.context, masks)
     runner = ModelRunner(
         model,

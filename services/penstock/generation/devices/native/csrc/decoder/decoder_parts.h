@@ -102,12 +102,28 @@ struct Linear {
   }
 };
 
+// The residual stream of a draft head begins with the state, as it is or after its norm.
+enum class Joint : int64_t { NOT, STATE, NORMED_STATE };
 // The numbers of a model. `inner`: of the gated product.
 struct ModelSizes {
   Gate gate;
   int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
   Format head_format;
   int64_t vocab;
+  // NOT: a model. Else a draft head: its one layer reads two rows side by side (JointRows).
+  Joint joint = Joint::NOT;
+
+  int64_t first_inputs() const { return joint == Joint::NOT ? hidden : 2 * hidden; }
+};
+
+// Norms of the two rows that a draft head's layer reads: the embedding of the next token, and a
+// hidden state.
+struct JointNorms {
+  at::Tensor embed, state;
+};
+// The rows, (T, hidden) each, and the scores (R, vocab) in float to fill.
+struct JointRows {
+  at::Tensor embeds, states, scores;
 };
 
 struct Factors {
@@ -182,6 +198,8 @@ struct Pass {
   // Null: no row has an adapter.
   const AdapterBatch* adapters;
   const Taps& taps;
+  // Null: it is no draft head.
+  const JointRows* joint = nullptr;
 
   int64_t view(size_t layer) const { return places.empty() ? 0 : places[2 * layer]; }
   int64_t place(size_t layer) const {
@@ -189,6 +207,19 @@ struct Pass {
   }
   const int64_t* slots_at(size_t layer) const { return slots + view(layer) * slots_of_view; }
   const int32_t* tables_at(size_t layer) const { return tables + view(layer) * tables_of_view; }
+};
+
+// Arguments of one pass of a draft head: see Decoder::draft_step.
+struct DraftRows {
+  at::Tensor embeds, states;
+  const std::vector<at::Tensor>&cos, &sin;
+  const at::Tensor& pool;
+  const std::optional<at::Tensor>& scales;
+  int64_t sequences;
+  const int64_t *positions, *slots;
+  const int32_t* tables;
+  int64_t table_stride;
+  const int32_t *query_start, *context_lens;
 };
 
 struct Step {
@@ -219,6 +250,7 @@ struct Step {
   const AdapterBatch* adapters;
   std::optional<AdaptedRows> wanted_adapters;
   const Taps& taps;
+  const JointRows* joint;
 };
 
 // Place of a thread: all go through the same stages.
