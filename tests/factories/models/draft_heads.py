@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from factories.models.checkpoints import VOCAB_SIZE
 from safetensors.torch import save_file
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.generation.core.model_config import ModelConfig
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 48, 64, 4, 2, 12
 DRAFT_VOCAB = 200
@@ -82,6 +86,57 @@ def eagle3_folder(folder: Path, tensors: Mapping[str, Tensor] | None = None, **c
     (folder / "config.json").write_text(json.dumps(eagle3_config(**config)), encoding="utf-8")
     save_file(dict(eagle3_tensors() if tensors is None else tensors), folder / "model.safetensors")
     return folder
+
+
+def random_eagle3(random: Random, served: ModelConfig, folder: Path) -> Path:
+    """Write a head of random widths and parts for a served model."""
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    has_table, vocab, wide = random.random() < 0.3, served.vocab_size, served.hidden_size
+    hidden = random.choice([16, 24, 40]) if has_table else wide
+    kv_heads, times, head_dim = random.choice([1, 2]), random.choice([1, 2]), random.choice([8, 12])
+    heads, inner, scale = kv_heads * times, random.choice([24, 40]), random.choice([0.05, 0.2])
+    scored = vocab if random.random() < 0.3 else random.randint(2, vocab)
+    ids = torch.randperm(vocab, generator=generator)[:scored].sort().values
+
+    def weight(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    prefix = random.choice(["midlayer.", "layers.0."])
+    layer = {
+        "self_attn.q_proj": weight(heads * head_dim, 2 * hidden),
+        "self_attn.k_proj": weight(kv_heads * head_dim, 2 * hidden),
+        "self_attn.v_proj": weight(kv_heads * head_dim, 2 * hidden),
+        "self_attn.o_proj": weight(hidden, heads * head_dim),
+        "mlp.gate_proj": weight(inner, hidden),
+        "mlp.up_proj": weight(inner, hidden),
+        "mlp.down_proj": weight(hidden, inner),
+        **{name: 1.0 + weight(hidden) for name in norms},
+    }
+    tensors = {
+        "fc.weight": weight(hidden, 3 * wide),
+        "norm.weight": 1.0 + weight(hidden),
+        "lm_head.weight": weight(scored, hidden) * 4,
+        **{f"{prefix}{name}.weight": tensor for name, tensor in layer.items()},
+    }
+    if scored < vocab:
+        tensors["d2t"] = ids - torch.arange(scored)
+    if has_table:
+        tensors["embed_tokens.weight"] = weight(vocab, hidden)
+    return eagle3_folder(
+        folder,
+        tensors,
+        hidden_size=hidden,
+        target_hidden_size=wide,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        draft_vocab_size=scored,
+        norm_before_residual=random.random() < 0.5,
+        eagle_aux_hidden_state_layer_ids=[random.randint(0, served.num_layers) for _ in range(3)],
+    )
 
 
 class ReferenceHead:
