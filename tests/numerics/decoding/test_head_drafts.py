@@ -99,6 +99,20 @@ def test_a_chain_goes_on_from_the_rows_that_were_kept(demo: tuple[CausalLM, Eagl
     assert shares[0] == shares[1]
 
 
+def test_drafts_behind_a_cached_prefix_are_those_of_the_whole_prompt(demo: tuple[CausalLM, Eagle3Head]) -> None:
+    shares = []
+    for prefix_cache in (False, True):
+        engine = head_engine(*demo, replace(WIDE, prefix_cache=prefix_cache))
+        for _ in range(2):
+            for question in QUESTIONS:
+                item = request(prompt(question), max_new_tokens=30, eos_token_ids=(4089,), mode=HEAD)
+                run(engine, item)
+        shares.append(accepted(engine))
+        assert (engine.stats.prefix_hit_tokens > 0) is prefix_cache
+        engine.check_integrity()
+    assert shares[0] == shares[1]
+
+
 def test_a_head_of_made_weights_drafts_nothing_right_and_changes_nothing(tmp_path: Path) -> None:
     model = load_tiny(tiny_checkpoint(tmp_path / "model", "qwen3", seed=3, num_hidden_layers=4))
     head = load_eagle3(eagle3_folder(tmp_path / "head"), model.config, cpu_device(), model.dtype, "none")

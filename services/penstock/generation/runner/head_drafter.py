@@ -16,7 +16,7 @@ from penstock.generation.core.draw import DrawKind
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import BlockCopy, DraftKind, SampledToken, ScheduledSequence
-from penstock.generation.engine.block_pool import BlockPool
+from penstock.generation.engine.block_pool import BlockPool, chain_hash
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.models.fused_head import ChainLimits
 from penstock.generation.runner.draft_shadow import new_shadow, take_draft
@@ -96,8 +96,9 @@ class HeadDrafter:
     Drafts are drawn as those of a draft model: with the request's own options, and with the same uniforms as the served
     model's draws at these positions. A greedy draft needs no scores but the head's own.
 
-    The head's keys and values begin where the served model computed a row of the sequence: behind a cached prefix, or
-    after a swap, there are none before. When its pool is full, the sequences with the oldest drafts are forgotten.
+    The head's keys and values begin where the served model computed a row of the sequence, or at its beginning where
+    rows of the same prefix are in the head's pool: behind a prefix from elsewhere, or after a swap, there are none
+    before. When its pool is full, the sequences with the oldest drafts are forgotten.
     """
 
     kind = DraftKind.DRAFT_HEAD
@@ -161,6 +162,7 @@ class HeadDrafter:
             self._draw_in_turn(drawing)
         for one, end in zip(drawing, ends, strict=True):
             one.follower.rows.num_computed_tokens = end
+            self._keep_prefix(one.follower, one.request.sequence)
         return [[] if one is None else one.shadow.token_ids[one.request.sequence.num_tokens :] for one in found]
 
     def _draw_in_turn(self, active: list[_Drawing]) -> None:
@@ -204,12 +206,18 @@ class HeadDrafter:
         Sequences keep all that is kept of them, and nothing keeps the old ones."""
         self.head = head
         head.share(model)
+        self._forget_prefixes()
         if self._embed is not None:
             self._embed = model.embed
 
     def clear(self) -> None:
-        """Forget every sequence: their blocks may be overwritten."""
+        """Forget every sequence and prefix: their blocks may be overwritten."""
         self.release(tuple(self._followers))
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        pool = self._tables.pool
+        pool.forget(range(pool.num_blocks))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -236,10 +244,48 @@ class HeadDrafter:
             self._forget(sequence.seq_id)
             follower = None
         if follower is None:
-            rows = Sequence(sequence.seq_id, 0, sequence.params, 0, [], 0)
-            follower = self._followers[sequence.seq_id] = _Follower(place, rows)
+            follower = self._followers[sequence.seq_id] = self._new_follower(sequence, place)
         follower.cut(place)
         return follower
+
+    def _new_follower(self, sequence: Sequence, place: int) -> _Follower:
+        """Return a follower for a sequence that begins at `place`: with the rows before it where others have left them,
+        else from there on."""
+        rows = Sequence(sequence.seq_id, 0, sequence.params, 0, [], 0)
+        blocks = self._cached(sequence, place)
+        if not blocks:
+            return _Follower(place, rows)
+        self._tables.open(rows)
+        for block in blocks:
+            self._tables.pool.acquire(block)
+        rows.block_table += blocks
+        rows.token_ids = sequence.token_ids[1 : place + 1]
+        rows.num_computed_tokens, rows.num_cached_blocks = place, len(blocks)
+        return _Follower(0, rows)
+
+    def _cached(self, sequence: Sequence, place: int) -> list[int]:
+        """Return the blocks of the rows before `place`; none where one of them is not there."""
+        count, offset = divmod(place, self.kv.block_size)
+        if offset or len(sequence.block_hashes) < count:
+            return []
+        found = [self._tables.pool.lookup(self._key(sequence, number)) for number in range(count)]
+        blocks = [block for block in found if block is not None]
+        return blocks if len(blocks) == count else []
+
+    def _keep_prefix(self, follower: _Follower, sequence: Sequence) -> None:
+        """Let others find the full blocks of rows from the sequence's beginning on, all of the model's own states."""
+        rows, size = follower.rows, self.kv.block_size
+        last = min(rows.num_computed_tokens // size, len(sequence.block_hashes))
+        if follower.first or rows.num_cached_blocks >= last:
+            return
+        for number in range(rows.num_cached_blocks, last):
+            self._tables.pool.register(rows.block_table[number], self._key(sequence, number))
+        rows.num_cached_blocks = last
+
+    def _key(self, sequence: Sequence, number: int) -> bytes:
+        """Return the name of a block of rows: the last one reads the token behind the model's own block."""
+        behind = sequence.token_ids[(number + 1) * self.kv.block_size]
+        return chain_hash(sequence.block_hashes[number], behind.to_bytes(8, "little", signed=True))
 
     def _fork(self, parent: _Follower, sibling: Sequence) -> None:
         """Let a sibling begin with what is known of the prompt."""
@@ -252,16 +298,20 @@ class HeadDrafter:
         """Compute rows with a next token that is known, of sequences that draw no drafts now. None of the step's
         sequences, `busy`, is forgotten for them."""
         entries: list[tuple[_Follower, int]] = []
+        ready: list[tuple[_Follower, Sequence]] = []
         for follower, sequence in due:
             # The last token has no next one yet; behind a draft comes another one, perhaps.
             known = sequence.num_tokens - sequence.num_draft_tokens - 1 - follower.first
             count = min(follower.num_waiting, known - follower.rows.num_computed_tokens)
             if count > 0 and self._make_ready(follower, sequence, count, busy):
                 entries.append((follower, count))
+                ready.append((follower, sequence))
         if entries:
             scheduled, features_TI = self._due_rows(entries)
             inputs, embeds_TI = self._embedded(scheduled)
             self.head.forward(embeds_TI, features_TI, inputs.positions_T, inputs.metadata, self.kv)
+        for follower, sequence in ready:
+            self._keep_prefix(follower, sequence)
 
     def _start(self, request: DraftRequest, busy: set[int]) -> _Drawing | None:
         """Prepare a sequence for drafts; None: it gets none now."""

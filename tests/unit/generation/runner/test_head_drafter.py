@@ -146,6 +146,38 @@ def test_rows_begin_anew_where_the_model_skipped_some() -> None:
     drafter.check_integrity()
 
 
+def test_rows_of_a_prefix_that_another_sequence_left_are_read_again() -> None:
+    drafter, head = make()
+    first = a_sequence([1, 2, 3, 4, 5, 6, 7], seq_id=1)
+    first.block_hashes = [b"first four"]
+    step(drafter, first, 0, 7)
+    first.token_ids.append(0)
+    drafter.draft([DraftRequest(first, 1)])
+    drafter.release([1])
+    head.look()
+    # Of the same first block, and the same token behind it.
+    second = a_sequence([1, 2, 3, 4, 5, 9], seq_id=2)
+    second.block_hashes = [b"first four"]
+    step(drafter, second, 4, 2)
+    second.token_ids.append(7)
+    assert drafter.draft([DraftRequest(second, 2)]) == [[8, 9]]
+    # The toy head checks that the keys before these are those of the first four rows.
+    assert head.look() == [[(4, 9), (5, 7)], [(6, 8)]]
+    drafter.check_integrity()
+    others = [([1, 2, 3, 4, 8, 9], b"first four"), ([1, 2, 3, 4, 5, 9], b"of another tenant")]
+    for number, (ids, name) in enumerate(others, 3):
+        other = a_sequence(ids, seq_id=number)
+        other.block_hashes = [name]
+        step(drafter, other, 4, 2)
+        assert drafter._followers[number].first == 4
+    drafter.clear()
+    again = a_sequence([1, 2, 3, 4, 5, 9], seq_id=9)
+    again.block_hashes = [b"first four"]
+    step(drafter, again, 4, 2)
+    assert drafter._followers[9].first == 4
+    drafter.check_integrity()
+
+
 def test_rows_wait_while_nobody_asks_for_drafts_but_not_for_ever() -> None:
     drafter, head = make()
     one = a_sequence([1])
