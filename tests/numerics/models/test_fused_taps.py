@@ -112,7 +112,7 @@ def test_taps_of_any_layers_have_the_bits_of_the_layers_one_by_one(
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_rows_are_tapped_by_all_threads(tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many that each thread norms some of them, where it norms all of a few."""
+    """A thread norms some of them, and would norm all of a few."""
     model = native(tiny_checkpoint(tmp_path, num_hidden_layers=3))
     before = torch.get_num_threads()
     try:

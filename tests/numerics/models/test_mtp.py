@@ -32,7 +32,7 @@ EPS = 1e-6
 
 
 class Read:
-    """What the checkpoint is for transformers, and here."""
+    """The checkpoint as transformers reads it, and as it is read here."""
 
     def __init__(self, carried: Carried) -> None:
         self.carried = carried

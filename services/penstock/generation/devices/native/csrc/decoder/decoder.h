@@ -113,7 +113,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   // is as `draft_step`, and a further one has a row for each sequence that goes on, of its last
   // draft and of what the pass before gave for it. Drafts are read from `embedding`, or from the
   // rows of the head, of `served`. A chain of sequence s ends after `counts[s]` drafts, before one
-  // of `ends[s]`, after one whose probability is less than `least[s]`, or where a score is not a
+  // of `ends[s]`, after one of less probability than `least[s]`, or where a score is not a
   // number. `served_ids`: the ids of the scores; none: they are the same. `tables` have the blocks
   // of all rows that there may be.
   std::vector<std::vector<int64_t>> draft_chain(

@@ -170,7 +170,7 @@ struct Inputs {
 };
 inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)}; }
 
-// Layers whose residual stream is wanted before their first norm, and the memory for it: (rows,
+// Layers with a residual stream that is wanted before their first norm, and memory for it: (rows,
 // tapped layers, hidden) of the rows' dtype. The number of layers stands for all rows after the
 // final norm.
 typedef std::optional<std::tuple<std::vector<int64_t>, at::Tensor>> Taps;
