@@ -89,6 +89,10 @@ class VerificationCosts(Protocol):
         """Return the same of drafting them, before they are verified."""
         ...
 
+    def retries(self) -> bool:
+        """True now and then, where drafts are too dear whatever they are: one is to be made, to measure it again."""
+        ...
+
 
 @dataclass(slots=True)
 class Request:

@@ -20,6 +20,8 @@ _FIRST_DRAFTING = 0.1
 _WEIGHT, _MOST_ERROR = 1 / 8, 0.5
 # Drafts are counted in fours, so that both shares are learnt at the same pace.
 _DRAFTS_UNIT = 4.0
+# One call in this many of `retries` is true.
+_RETRIED_EVERY = 64
 # Numbers of sequences are told apart by their number of bits.
 _SIZES = 33
 
@@ -47,6 +49,7 @@ class DraftCosts(EngineListener):
         self._last_drafts, self._last_share = 0.0, 0.0
         # Seconds of making the drafts that the next step verifies.
         self._draft_seconds = 0.0
+        self._num_asked = 0
 
     @property
     def is_known(self) -> bool:
@@ -94,6 +97,11 @@ class DraftCosts(EngineListener):
     def of_drafting(self, num_drafts: int) -> float:
         """Return how much longer it takes to make them before, by a draft head."""
         return self._drafting[self._size] * num_drafts
+
+    def retries(self) -> bool:
+        """See VerificationCosts: for all sequences of the engine together."""
+        self._num_asked += 1
+        return self._num_asked % _RETRIED_EVERY == 0
 
     def _learn(self, size: int, num_drafts: float, share: float) -> None:
         """Move the line towards the share that this number of drafts of each sequence has added."""

@@ -44,10 +44,14 @@ class DraftLength:
         if not self._costs.is_known and self._num_measured < _MOST_MEASURED:
             self._num_measured += 1
             return 0
-        number = self._best(most)
+        number = self._best(most, min(self._right / self._looked_at, _MOST_ACCEPTANCE))
         if number:
             self._pause = 0
             return number
+        if not self._best(most, _MOST_ACCEPTANCE):
+            # Drafts that are right would not pay either: no sequence need find that out for itself.
+            self._left_out = _FIRST_PAUSE
+            return min(most, 1) if self._costs.retries() else 0
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) or _FIRST_PAUSE
         self._left_out = self._pause
         return min(most, 1)
@@ -60,9 +64,8 @@ class DraftLength:
         if self._num_verified % _MEASURED_EVERY == 0:
             self._left_out = max(self._left_out, _MEASURED_STEPS)
 
-    def _best(self, most: int) -> int:
+    def _best(self, most: int, acceptance: float) -> int:
         """Return the number of drafts with the most tokens in a time; 0: a step without drafts has as many."""
-        acceptance = min(self._right / self._looked_at, _MOST_ACCEPTANCE)
         best, best_pace, tokens, share = 0, 1.0, 1.0, 1.0
         for number in range(1, most + 1):
             share *= acceptance

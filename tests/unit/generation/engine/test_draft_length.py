@@ -12,6 +12,7 @@ class Costs:
 
     def __init__(self, each: float, drafting: float = 0.0, *, is_known: bool = True) -> None:
         self.each, self.drafting, self.is_known = each, drafting, is_known
+        self.num_asked = 0
 
     def measure(self) -> None: ...
 
@@ -20,6 +21,10 @@ class Costs:
 
     def of_drafting(self, num_drafts: int) -> float:
         return self.drafting * num_drafts
+
+    def retries(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked % 5 == 0
 
 
 def practised(costs: Costs, num_drafts: int, accepted: int) -> DraftLength:
@@ -52,6 +57,18 @@ def test_where_none_pays_single_drafts_are_tried_after_ever_longer_pauses() -> N
     assert gaps == sorted(gaps)
     assert gaps[0] == 9
     assert gaps[-1] > 30
+
+
+def test_where_right_drafts_would_not_pay_either_new_sequences_try_none() -> None:
+    costs = Costs(0.9, 0.9)
+    numbers = [DraftLength(costs).affordable(9) for _ in range(10)]
+    assert numbers == [0, 0, 0, 0, 1] * 2
+    length = DraftLength(costs)
+    # Asked about at every ninth opportunity alone.
+    made = [place for place in range(200) if length.affordable(9)]
+    assert made == list(range(36, 200, 45))
+    cheaper = DraftLength(Costs(0.1))
+    assert cheaper.affordable(9) > 0
 
 
 def test_drafting_is_resumed_once_drafts_are_right_again() -> None:
