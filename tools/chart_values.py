@@ -103,8 +103,8 @@ def base() -> dict[Path, str]:
     return {BASE: "# Made from the Helm chart by tools/chart_values.py.\n" + _HELM_LINE.sub("", rendered)}
 
 
-def files() -> dict[Path, str]:
-    """Make what the files hold."""
+def of_values() -> dict[Path, str]:
+    """Make the schema and the README."""
     source = VALUES.read_text(encoding="utf-8")
     values, node = yaml.safe_load(source), yaml.compose(source)
     assert isinstance(node, yaml.MappingNode)
@@ -114,10 +114,15 @@ def files() -> dict[Path, str]:
     table = ["| value | default | what |", "|---|---|---|", *rows(schema | {"properties": _shown(schema)}, values)]
     before, after = README.read_text(encoding="utf-8").split(BEGIN)[0], README.read_text(encoding="utf-8").split(END)[1]
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart penstock"}
-    return base() | {
+    return {
         SCHEMA: json.dumps(head | schema, indent=2) + "\n",
         README: f"{before}{BEGIN}\n\n" + "\n".join(table) + f"\n\n{END}{after}",
     }
+
+
+def files() -> dict[Path, str]:
+    """Make what the files hold."""
+    return base() | of_values()
 
 
 def _shown(schema: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +131,10 @@ def _shown(schema: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Write the files."""
-    for path, text in files().items():
-        path.write_text(text, encoding="utf-8")
+    # Helm holds the values against the schema.
+    for make in (of_values, base):
+        for path, text in make().items():
+            path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,11 @@ SETTINGS = {
     "small": ["--set", "gateway.enabled=false,networkPolicy.enabled=false,disruptionBudget.enabled=false"],
     "vllm": ["--set", "vllm.enabled=true,vllm.image=registry.example.org/vllm:1,model.servedName=qwen"],
     "endpoints": ["--set", "router.discovery=endpoints"],
+    "jobs": ["--set", "gateway.jobsPort=50054,networkPolicy.databasePorts[0].port=5432"],
+    "adapters": [
+        *("--set", r"generation.adapters.stores=hub://my-team\,s3://bucket/prefix,generation.adapters.disk=4GiB"),
+        *("--set", "generation.adapters.claimName=adapters"),
+    ],
     "pool": [
         *("--set", "inferencePool.enabled=true,inferencePool.parentGateway=inference"),
         *("--set", "inferencePool.hostnames[0].name=llm.example.org"),
@@ -54,8 +59,15 @@ SETTINGS = {
 }
 MODELS = ("hub", "claim", "image")
 # Settings that exclude each other: one place of the model, one accelerator, TLS that others' pods do not speak, a pool
-# of gateways where there is none, rights for an account that is not named.
-APART = [{"gpu", "npu"}, {"production", "vllm"}, {"production", "pool"}, {"small", "pool"}, {"clients", "endpoints"}]
+# of gateways or a port of one where there is none, rights for an account that is not named.
+APART = [
+    {"gpu", "npu"},
+    {"production", "vllm"},
+    {"production", "pool"},
+    {"small", "pool"},
+    {"clients", "endpoints"},
+    {"small", "jobs"},
+]
 
 
 def fits(names: tuple[str, ...]) -> bool:
@@ -70,6 +82,7 @@ QUICK = [
     ("production", "gpu", "hub", "clients"),
     ("npu", "claim", "small"),
     ("hub", "vllm", "endpoints", "pool"),
+    ("claim", "jobs", "adapters", "pool"),
     ("claim", "small", "vllm"),
 ]
 
@@ -197,6 +210,9 @@ def check_flags(documents: tuple[Document, ...]) -> None:
             fields = {bound.flag: bound.name for bound in options_of(ROLES[name].config_class())}
             pairs = [argument.partition("=")[::2] for argument in arguments if argument.startswith("--")]
             assert [flag for flag, _ in pairs if flag not in fields] == []
+            # Folders of mounts, which are not here.
+            mounts = {mount["mountPath"] for mount in container(template)["volumeMounts"]}
+            pairs = [(flag, str(ROOT) if text in mounts else text) for flag, text in pairs]
             config = from_env_and_flags(
                 ROLES[name].config_class(), {fields[flag]: text or True for flag, text in pairs}
             )
@@ -237,7 +253,8 @@ def check_pool(documents: tuple[Document, ...]) -> None:
     """A pool's port is that of the gateway, which shows its metrics without a token and allows the route's names."""
     for pool in of_kind(documents, "InferencePool"):
         gateway = container(pods(documents)["gateway"])
-        assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]} for port in gateway["ports"]]
+        http = [port["containerPort"] for port in gateway["ports"] if port["name"] == "http"]
+        assert pool["spec"]["targetPorts"] == [{"number": port} for port in http]
         assert not [argument for argument in gateway["args"] if argument.startswith("--metrics-token-file")]
         [route] = of_kind(documents, "HTTPRoute")
         assert f"--allowed-hosts={','.join(route['spec']['hostnames'])}" in gateway["args"]

@@ -62,3 +62,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "penstock.metricsPortName" -}}
 {{- ternary "http" "metrics" (eq .name "gateway") -}}
 {{- end -}}
+
+{{/* Port of JobsService; empty: none. */}}
+{{- define "penstock.jobsPort" -}}
+{{- if and (eq .name "gateway") (gt (int .root.Values.gateway.jobsPort) 0) -}}
+{{- if eq (int .root.Values.gateway.jobsPort) 8000 }}{{ fail "gateway.jobsPort: 8000 is the port of HTTP" }}{{ end -}}
+{{- int .root.Values.gateway.jobsPort -}}
+{{- end -}}
+{{- end -}}

@@ -73,6 +73,16 @@
 {{- end }}
 {{- if eq .name "gateway" }}
 - --router={{ include "penstock.name" (dict "root" .root "name" "router") }}:{{ include "penstock.port" (dict "name" "router") }}
+{{- with include "penstock.jobsPort" . }}
+- --jobs-port={{ . }}
+{{- end }}
+{{- end }}
+{{- if and (eq .name "generation") (or $values.generation.adapters.claimName $values.generation.adapters.stores) }}
+- --adapter-root=/adapters
+{{- with $values.generation.adapters.stores }}
+- {{ printf "--adapter-store=%s" . | quote }}
+- {{ printf "--adapter-disk=%s" $values.generation.adapters.disk | quote }}
+{{- end }}
 {{- end }}
 {{- if not $served }}
 - --start-timeout-seconds={{ include "penstock.flagValue" (index $values .name).startSeconds }}
@@ -248,6 +258,14 @@ livenessProbe:
     sizeLimit: {{ . }}
 {{- end }}
 {{- if eq .name "generation" }}
+{{- if $values.generation.adapters.claimName }}
+- name: adapters
+  persistentVolumeClaim:
+    claimName: {{ $values.generation.adapters.claimName }}
+{{- else if $values.generation.adapters.stores }}
+- name: adapters
+  emptyDir: {}
+{{- end }}
 {{- range $number, $place := $values.generation.hostPaths }}
 - name: host-{{ $number }}
   hostPath:
@@ -281,11 +299,11 @@ livenessProbe:
 {{- end -}}
 
 {{- define "penstock.mounts" -}}
-{{- $places := dict "tmp" "/tmp" "home" "/home/penstock" "hub" "/cache" "model" "/models" "shared-memory" "/dev/shm" "tls" "/etc/penstock/tls" "auth" "/etc/penstock/auth" "keys" "/etc/penstock/keys" -}}
+{{- $places := dict "tmp" "/tmp" "home" "/home/penstock" "hub" "/cache" "model" "/models" "adapters" "/adapters" "shared-memory" "/dev/shm" "tls" "/etc/penstock/tls" "auth" "/etc/penstock/auth" "keys" "/etc/penstock/keys" -}}
 {{- range include "penstock.volumes" . | fromYamlArray }}
 - name: {{ .name }}
   mountPath: {{ get $places .name | default (dig "hostPath" "path" "" .) }}
-  {{- if or (has .name (list "model" "tls" "auth")) .hostPath }}
+  {{- if or (has .name (list "model" "tls" "auth")) .hostPath (and (eq .name "adapters") (not $.root.Values.generation.adapters.stores)) }}
   readOnly: true
   {{- end }}
 {{- end }}
