@@ -136,6 +136,8 @@ ROUTES: Routes = {"post": _POST, "get": _GET, "delete": _DELETE}
 _OF_BOTH = frozenset(("/v1/models", "/v1/models/{name:path}"))
 # POST routes that read their body themselves, and those that clients send without one.
 _UPLOADS = frozenset(("/v1/files",))
+# Paths of those who wait for no answer of a model.
+_JOBS = ("/v1/files", "/v1/batches")
 _MAYBE_EMPTY = frozenset(
     ("/v1/batches/{name}/cancel", "/v1/responses/{name}/cancel", "/v1/responses/compact", "/v1/conversations")
 )
@@ -325,6 +327,7 @@ class GatewayApp(OwnServer):
                 is_upload=method == "POST" and path in _UPLOADS,
                 is_public=path in _PUBLIC,
                 is_of_both=path in _OF_BOTH,
+                makes_jobs=path.startswith(_JOBS),
                 errors=_ERRORS.get(path, OPENAI_ERRORS),
             )
             return Route(path, endpoint, methods=[method])

@@ -240,15 +240,18 @@ class Endpoint:
         is_upload: bool = False,
         is_public: bool = False,
         is_of_both: bool = False,
+        makes_jobs: bool = False,
         errors: ErrorShape = OPENAI_ERRORS,
     ) -> None:
         """Make it. Without `has_body` it is a GET or DELETE, which has no span and which any page may send.
 
         `may_be_empty`: no body is one without fields. `is_upload`: the handler reads the body itself, part by part.
         `is_public`: it needs neither a token nor a place. `is_of_both`: Anthropic's API has the path, too, and its
-        clients get its form.
+        clients get its form. `makes_jobs`: whoever calls it does not wait for an answer of a model.
         """
         self._may_be_empty, self._is_upload = may_be_empty, is_upload
+        # While somebody waits for an answer, few lines of batches start.
+        self._has_waiter = has_body and not makes_jobs
         self._route, self._handler, self._has_body, self._is_public = route, handler, has_body, is_public
         self._door, self._errors, self._tracer, self._is_of_both = door, errors, tracer, is_of_both
 
@@ -312,7 +315,10 @@ class Endpoint:
                 del sent
                 call.counted = counted
                 exchange.call = call
-                with nullcontext() if self._is_public else door.places.entered(caller.tenant):
+                with (
+                    nullcontext() if self._is_public else door.places.entered(caller.tenant),
+                    door.jobs.pace.caller() if self._has_waiter and door.jobs is not None else nullcontext(),
+                ):
                     if not self._is_public:
                         exchange.connection.begin_work()
                     await exchange.run(self._handler, call)

@@ -16,6 +16,7 @@ from penstock.jobs.file_store import FileStore
 from penstock.jobs.job_database import open_job_database
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import JobCounts
+from penstock.jobs.start_pace import StartPace
 
 
 class Jobs:
@@ -31,6 +32,8 @@ class Jobs:
         self._max_uploads_of_owner = max(1, int(options.files_share * options.max_uploads))
         self.files = FileStore(self._database, options)
         self.batches = BatchStore(self._database, self.files, options)
+        # Callers of the routes that answer are there.
+        self.pace = StartPace(options.job_starts_per_second, options.job_quiet_seconds)
 
         def show(counts: JobCounts) -> None:
             metrics.files.set(counts.files)
@@ -49,6 +52,7 @@ class Jobs:
             max_line_bytes=max_line_bytes,
             count=count,
             show=show,
+            pace=self.pace,
         )
         metrics.batch_lines_in_flight.set_function(lambda: self.runner.in_flight)
 

@@ -22,6 +22,7 @@ from penstock.jobs.file_store import FileStore
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import BatchRecord, JobCounts, LineProblem, NewLine, TakenLine
 from penstock.jobs.line_answer import answered_line
+from penstock.jobs.start_pace import StartPace
 
 _log = get_logger("penstock.jobs")
 # Seconds before the lines go on after an answer that says "later": doubled each time, up to the second number.
@@ -70,13 +71,16 @@ class BatchRunner:
         max_line_bytes: int,
         count: Callable[[str], None],
         show: Callable[[JobCounts], None],
+        pace: StartPace,
     ) -> None:
         """`count`: called with the outcome of each line (completed, failed, retried or dropped). `show`: called with
-        what the store has, now and then.
+        what the store has, now and then. `pace`: at which lines start.
         """
         self._files, self._batches, self._options = files, batches, options
         self._answer, self._max_line_bytes = answer, max_line_bytes
-        self._count, self._show = count, show
+        self._count, self._show, self._pace = count, show, pace
+        # The last search found as many lines as were asked for: there are probably more.
+        self._has_more = False
         self._holder = secrets.token_hex(8)
         self._wake = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], TakenLine] = {}
@@ -125,8 +129,13 @@ class BatchRunner:
                 # The batches of all callers go on after a fault of one.
                 _log.exception("the runner of batches failed")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._options.job_poll_seconds):
+                async with asyncio.timeout(self._seconds_to_wait()):
                     await self._wake.wait()
+
+    def _seconds_to_wait(self) -> float:
+        """Seconds until the next look for work, if nothing wakes this runner before."""
+        poll, is_full = self._options.job_poll_seconds, len(self._tasks) >= self._options.job_requests
+        return poll if is_full or not self._has_more else min(poll, self._pace.wait_seconds())
 
     async def _keep_house(self) -> None:
         """Do what is due at every poll, and what an answered line alone does not call for."""
@@ -207,14 +216,16 @@ class BatchRunner:
     # Lines.
 
     async def _take(self) -> None:
-        free = self._options.job_requests - len(self._tasks)
+        free = self._pace.room(self._options.job_requests - len(self._tasks))
         if free <= 0:
             return
         in_flight = Counter(line.owner for line in self._tasks.values())
         now = time.monotonic()
         # One at a time until an answer comes: the others of the batch would probably be refused, too.
         room = {batch_id: int(now >= pause.until) for batch_id, pause in self._pauses.items()}
-        for line in await self._batches.take(self._holder, free, in_flight, room):
+        lines = await self._batches.take(self._holder, free, in_flight, room)
+        self._has_more = len(lines) == free
+        for line in lines:
             task = asyncio.create_task(self._run_line(line))
             self._tasks[task] = line
             task.add_done_callback(self._line_is_over)

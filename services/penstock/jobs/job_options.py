@@ -40,6 +40,16 @@ class JobOptions:
         metavar="FILE",
     )
     job_requests: int = option(16, "Lines of batches that are with the router at once.", group=JOBS, minimum=1)
+    job_starts_per_second: float = option(
+        10.0,
+        "Lines of batches that start in a second while callers of this gateway are there: more would fill the "
+        "processors that callers wait for. 0: any number. Raise it where a gateway has many backends.",
+        group=JOBS,
+        minimum=0.0,
+    )
+    job_quiet_seconds: float = option(
+        5.0, "Time after the last caller in which that still holds.", group=JOBS, minimum=0.0
+    )
     max_file_bytes: int = option(200 << 20, "Largest file of a caller.", group=JOBS, minimum=1024)
     max_files_bytes: int = option(
         10 << 30, "Bytes of all files together, answers of batches among them.", group=JOBS, minimum=1024

@@ -14,6 +14,7 @@ from penstock.jobs.file_store import FileStore
 from penstock.jobs.job_database import open_job_database
 from penstock.jobs.job_options import JobOptions
 from penstock.jobs.job_records import BatchRecord, BatchState, TakenLine
+from penstock.jobs.start_pace import StartPace
 
 URL = "/v1/completions"
 LOST = LineOutcome(503, "r", b'{"error": {"code": "backend_lost"}}', is_lost=True)
@@ -26,9 +27,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def ended_batch(answer: Answerer) -> AsyncIterator[tuple[BatchRecord, Counter[str]]]:
+async def ended_batch(
+    answer: Answerer, pace: StartPace | None = None
+) -> AsyncIterator[tuple[BatchRecord, Counter[str]]]:
     """Run a batch of three lines to its end; yield it with the outcomes of its lines."""
-    options = JobOptions(job_poll_seconds=0.01, job_requests=1)
+    options = JobOptions(job_poll_seconds=60.0 if pace else 0.01, job_requests=3 if pace else 1)
     database = open_job_database("temporary")
     await database.open()
     files = FileStore(database, options)
@@ -45,7 +48,10 @@ async def ended_batch(answer: Answerer) -> AsyncIterator[tuple[BatchRecord, Coun
     def count(outcome: str) -> None:
         outcomes[outcome] += 1
 
-    runner = BatchRunner(files, batches, options, answer, max_line_bytes=1000, count=count, show=lambda _: None)
+    pace = pace or StartPace(0.0, 0.0)
+    runner = BatchRunner(
+        files, batches, options, answer, max_line_bytes=1000, count=count, show=lambda _: None, pace=pace
+    )
     runner.start()
     await until(lambda: outcomes["completed"] + outcomes["failed"] == 3)
     yield await batches.get("a", made.batch_id), outcomes
@@ -70,3 +76,14 @@ async def test_a_line_that_loses_a_backend_now_and_then_is_answered() -> None:
 
     async with ended_batch(answer) as (batch, _):
         assert (batch.state, batch.completed, batch.failed) == (BatchState.COMPLETED, 3, 0)
+
+
+async def test_beside_a_caller_the_next_line_starts_in_its_turn_without_a_poll() -> None:
+    async def answer(_line: TakenLine, _: bytes) -> LineOutcome:
+        return LineOutcome(200, "r", b"{}")
+
+    pace = StartPace(200.0, 60.0)
+    with pace.caller():
+        async with ended_batch(answer, pace) as (batch, _):
+            assert batch.completed == 3
+            assert 0.0 <= pace.wait_seconds() <= 0.005
