@@ -26,7 +26,8 @@ class EngineBlocks:
         # What is not told on yet: names, True for those that it has.
         self._changes: dict[int, bool] = {}
         self._begins_anew = True
-        self._last_number: int | None = None
+        # Number of the last batch of each data-parallel rank.
+        self._numbers: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -35,13 +36,17 @@ class EngineBlocks:
         """Forget everything: a stream begins, or the engine has cleared its cache."""
         self._chains.clear()
         self._changes.clear()
-        self._begins_anew, self._last_number = True, None
+        self._numbers.clear()
+        self._begins_anew = True
 
     def take(self, batch: smg_common_pb2.KvEventBatch) -> None:
         """Take a batch of events. After a gap nothing from before it counts."""
-        if self._last_number is not None and batch.sequence_number != self._last_number + 1:
+        if not batch.events:
+            # A report of load alone: it repeats the last number.
+            return
+        if batch.sequence_number != self._numbers.get(batch.dp_rank, batch.sequence_number - 1) + 1:
             self.begin()
-        self._last_number = batch.sequence_number
+        self._numbers[batch.dp_rank] = batch.sequence_number
         for event in batch.events:
             kind = event.WhichOneof("data")
             if kind == "stored":
@@ -52,9 +57,9 @@ class EngineBlocks:
                     if chain is not None:
                         self._changes[short_name(chain)] = False
             elif kind == "cleared":
-                number = self._last_number
+                numbers = dict(self._numbers)
                 self.begin()
-                self._last_number = number
+                self._numbers = numbers
 
     def changes(self) -> admin_pb2.PrefixChanges | None:
         """Return what has changed since the last call; None: nothing."""

@@ -58,6 +58,19 @@ def test_after_a_gap_nothing_from_before_it_counts() -> None:
     assert matched(blocks, index) == 1
 
 
+def test_reports_of_load_alone_and_other_ranks_make_no_gap() -> None:
+    blocks, index = EngineBlocks(SIZE, 100), PrefixIndex(100)
+    for batch in (
+        Batch(sequence_number=0),
+        Batch(sequence_number=7, events=[stored([7])]),
+        Batch(sequence_number=7),
+        Batch(sequence_number=1, dp_rank=1, events=[stored([8], 1, parent=7)]),
+        Batch(sequence_number=8, events=[stored([9], 2, parent=8)]),
+    ):
+        blocks.take(batch)
+    assert matched(blocks, index) == 3
+
+
 def test_what_no_prompt_can_have_is_left_out() -> None:
     """After an unknown block, of another size, of an adapter, in the host's memory; and more than is remembered."""
     blocks, index = EngineBlocks(SIZE, 2), PrefixIndex(100)
