@@ -8,7 +8,8 @@ auto` takes. Its greedy ids over 64 tokens must be those of transformers' genera
 chunked prompts, preemption and cached prefixes. Then a wider one continues `--batch` prompts, in turns with generate():
 processor time of one thread each, the best of `--rounds`, since the machine may be shared. In so small a model much of
 the time is Python's on both sides. A type that is refused has the reason of its start in the table. With `--update` the
-page's rows of other types stay; those of an earlier transformers are marked.
+page's rows of other types stay; those of an earlier transformers are marked. `--untimed` leaves the second part
+out, and keeps the speed that the page has.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Row(NamedTuple):
     remark: str = ""
 
 
-def measure(model_type: str, device: CPUDevice, options: argparse.Namespace) -> Row:
-    """Make, load, compare and time a type."""
+def measure(model_type: str, device: CPUDevice, options: argparse.Namespace, old: Row) -> Row:
+    """Make, load, compare and time a type. `old` is its row by an earlier run."""
     with tempfile.TemporaryDirectory() as place:
         try:
             folder = tiny_model_type(Path(place) / "small", model_type)
@@ -76,6 +77,8 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace) -> 
             check_ids(folder, model)
         except Exception as error:  # of either side
             return Row(model_type, model.config.route, "differ", remark=said(error))
+        if options.untimed:
+            return Row(model_type, model.config.route, "equal", old.speed, old.remark if old.speed else "not timed")
         try:
             sizes = {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden}
             wide = tiny_model_type(Path(place) / "wide", model_type, **sizes)
@@ -184,6 +187,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=at_least(1), default=32)
     parser.add_argument("--hidden", type=at_least(64), default=512, help="hidden size of the models that are timed")
     parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--untimed", action="store_true", help="compare ids alone")
     parser.add_argument("--page", type=Path, default=None, help="the page; standard output by default")
     parser.add_argument("--update", action="store_true", help="keep the rows of --page for types that are not measured")
 
@@ -202,7 +206,7 @@ def main(options: argparse.Namespace, _report: Report) -> None:
     rows = read_page(options.page) if options.update else {}
     known: list[Any] = [*FAMILIES, *(name for name in model_types() if name not in FAMILIES)]
     for model_type in options.types or sorted(known):
-        rows[model_type] = measure(model_type, device, options)
+        rows[model_type] = measure(model_type, device, options, rows.get(model_type, Row(model_type, "", "")))
         print(*rows[model_type], file=sys.stderr, flush=True)
         if options.page is not None:
             options.page.write_text(page(sorted(rows.values()), options), encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories.models.model_types import FURTHER, SEEING, USUAL, check_ids, tiny_model_type
+from factories.models.model_types import FURTHER, OLD, SEEING, USUAL, check_ids, tiny_model_type
 from factories.models.run_kernels import cpu_device
 from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.models import transformers_loading
@@ -59,6 +59,31 @@ def test_further_types_give_the_ids_of_generate(tmp_path: Path, model_type: str)
 )
 def test_the_text_part_of_a_model_that_also_sees_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     check(tmp_path, model_type)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(one, marks=[] if place < 4 else pytest.mark.slow) for place, one in enumerate(OLD)]
+)
+def test_an_old_type_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
+    check(tmp_path, model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        {"alibi": True},
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        {"multi_query": False},
+    ],
+)
+def test_each_kind_of_falcon_gives_the_ids_of_generate(tmp_path: Path, fields: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    # By seed 0 two ids are equally likely.
+    tiny_model_type(tmp_path, "falcon", seed=1, **fields)
+    check_ids(tmp_path, load_model(tmp_path, dtype="float32", device=cpu_device()), new_tokens=24)
 
 
 def test_every_type_whose_text_part_is_served_is_checked() -> None:

@@ -1,9 +1,10 @@
 """The attention function that transformers' own modules call, over the paged pool.
 
-It is registered with transformers under `NAME`, without a mask function: transformers then makes no masks. Rows of a
-step come as one sequence (1, heads, T, width). A context variable has the data of the step, since not every model
-passes arguments down to its attention. The order in a forward pass identifies a call: layer numbers are not unique in
-every model, and some models go through a layer twice.
+It is registered with transformers under `NAME`, without a mask function: transformers then makes no masks. Modules that
+attended by themselves (models/own_attention.py) know it as `OWN_NAME`, with masks of no size, since some change their
+mask. Rows of a step come as one sequence (1, heads, T, width). A context variable has the data of the step, since not
+every model passes arguments down to its attention. The order in a forward pass identifies a call: layer numbers are not
+unique in every model, and some models go through a layer twice.
 
 Plain calls go to the device's own attention: different widths are padded with zeros, which change no product, and fewer
 key/value heads are repeated up to those of the pool. Calls with chunks, or with numbers of heads that do not divide
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
 
-# Name of the function in transformers' registry.
-NAME = "penstock"
+# Names of the function in transformers' registry.
+NAME, OWN_NAME = "penstock", "penstock_own"
 # Scores (heads, rows, keys) to compute at once; each takes some 12 bytes for a moment.
 _MOST_SCORES = 1 << 24
 # A group of decoding sequences pads none to more than twice its context, except below this number of keys.
@@ -38,6 +39,20 @@ _SMALL_CONTEXT = 128
 
 class UnsupportedAttention(ValueError):
     """Error for a call of the attention function that Penstock cannot compute. Its text names the unsupported part."""
+
+
+class SeesLaterRows(UnsupportedAttention):
+    """Error for rows that see later positions, as those of an encoder do."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnCall:
+    """Facts of a call by a module that attended by itself. It is causal, whatever mask the module was given."""
+
+    # See AttentionCall.
+    window: int | None = None
+    slopes: Tensor | None = None
+    biases: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +69,15 @@ class AttentionCall:
     chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    # (H) float32: scores of a key at position p get slope * p (ALiBi). None: they do not.
+    slopes: Tensor | None = field(default=None, compare=False)
+    # (H, positions) float32: what scores of the key at a position get. None: nothing.
+    biases: Tensor | None = field(default=None, compare=False)
 
     def is_plain(self, num_kv_heads: int) -> bool:
         """True when `Attention.forward` can compute it over a pool of `num_kv_heads`."""
         divides = num_kv_heads % self.num_kv_heads == 0 and self.num_heads % num_kv_heads == 0
-        return self.chunk is None and divides
+        return self.chunk is None and self.slopes is None and self.biases is None and divides
 
 
 class BoundLayers:
@@ -169,9 +188,17 @@ def positions_of_step() -> Tensor | None:
 
 def register() -> None:
     """Register the function with transformers, which must be installed. Calling it again is harmless."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend_in_step)
+    for name in (NAME, OWN_NAME):
+        ALL_ATTENTION_FUNCTIONS.register(name, _attend_in_step)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_NAME, _no_mask)
+
+
+def _no_mask(device: torch.device | None = None, **_: Any) -> Tensor:
+    """Return a mask of no size in place of one that nobody reads."""
+    return torch.empty(0, device=device)
 
 
 def check_arguments(mask: object, arguments: dict[str, Any]) -> None:
@@ -224,6 +251,8 @@ class _RowGroup:
     rows: Tensor | slice
     # (N * C): slots of the pool.
     slots: Tensor
+    # (N, C): positions of the keys, below 0 where there is none.
+    positions: Tensor
     # (N, 1, 1, num_rows, C): True where a row does not see the key.
     unseen: Tensor
 
@@ -253,9 +282,13 @@ def _attend(
         scores = (q @ k.transpose(-1, -2)).float().mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
+        biases = _biases(call, group.positions)
         # (N, K, heads of a key/value head, num_rows, C).
         split = (group.num_seqs, kv_heads, heads // kv_heads, group.num_rows, -1)
-        scores = scores.view(split).masked_fill_(group.unseen, -torch.inf)
+        scores = scores.view(split)
+        if biases is not None:
+            scores += biases.view(group.num_seqs, kv_heads, heads // kv_heads, 1, -1)
+        scores = scores.masked_fill_(group.unseen, -torch.inf)
         if sinks_H is None:
             weights = scores.softmax(-1)
         else:
@@ -264,6 +297,16 @@ def _attend(
         out = (weights.flatten(2, 3).to(v.dtype) @ v).view(split)
         out_THD[group.rows] = out.permute(0, 3, 1, 2, 4).reshape(-1, heads, call.value_width)
     return out_THD
+
+
+def _biases(call: AttentionCall, positions_NC: Tensor) -> Tensor | None:
+    """Return what is added to scores by the keys' positions, (N, heads, C) in float32; None: nothing is."""
+    if call.biases is not None:
+        return call.biases[:, positions_NC.clamp(min=0)].transpose(0, 1)
+    if call.slopes is not None:
+        # From the newest key on: small numbers have small errors.
+        return call.slopes[:, None] * (positions_NC - positions_NC[:, -1:]).unsqueeze(1)
+    return None
 
 
 def _plan(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -> list[_RowGroup]:
@@ -351,4 +394,4 @@ def _group(
         rows = slice(first_rows[0], first_rows[-1] + num_rows)
     else:
         rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(num_rows, device=device)).flatten()
-    return _RowGroup(len(members), num_rows, rows, slots, ~visible[:, None, None])
+    return _RowGroup(len(members), num_rows, rows, slots, position_NC, ~visible[:, None, None])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.generation.attention.state_pool import StateTensor
-from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
+from penstock.generation.attention.transformers_interface import (
+    AttentionCall,
+    OwnCall,
+    SeesLaterRows,
+    UnsupportedAttention,
+    check_biases,
+)
 from penstock.generation.models.module_swaps import linear_types
 from penstock.generation.models.transformers_fallback import attending_by
 from penstock.generation.models.transformers_states import cache_argument, empty_cache, has_states, read_layout
@@ -27,6 +33,8 @@ NUM_TOKENS = 6
 _NAME = "penstock_recording"
 # Farthest position that a mask is called for.
 _FARTHEST = 1 << 16
+# The sight of plain attention, without heads.
+_CAUSAL = AttentionCall(0, 0, 0, 0)
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -88,12 +96,15 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
         )
     hidden_states = None if keeps_states else output.hidden_states
     hidden: Tensor = output.last_hidden_state
+    # Requests give rows of the hidden size.
+    is_whole = embeds is not None and causal.get_input_embeddings().weight.shape[1] == hidden.shape[2]
+    takes_embeds = is_whole and bool(torch.allclose(embeds, hidden, rtol=1e-3, atol=1e-3))
     return Recording(
         decoder,
         calls,
         frozenset(read),
         _are_states(hidden_states, num_layers, hidden) and num_layers == len(calls),
-        embeds is not None and bool(torch.allclose(embeds, hidden, rtol=1e-3, atol=1e-3)),
+        takes_embeds,
         seconds,
         states,
     )
@@ -141,7 +152,7 @@ class _Recorder:
     calls: list[AttentionCall] = field(default_factory=list)
     # Masks of the pass, and the window of each by its memory.
     _masks: list[Tensor] = field(default_factory=list)
-    _sights: dict[int, AttentionCall] = field(default_factory=dict)
+    _sights: dict[int, AttentionCall | UnsupportedAttention] = field(default_factory=dict)
 
     def mask(self, mask_function: MaskFunction, local_size: int | None = None, **arguments: Any) -> Tensor:
         """Make a mask as transformers' eager attention needs it, and note the positions that it lets a row see."""
@@ -150,8 +161,34 @@ class _Recorder:
         arguments.pop("allow_is_bidirectional_skip", None)
         mask: Tensor = eager_mask(mask_function=mask_function, local_size=local_size, **arguments)
         self._masks.append(mask)
-        self._sights[mask.untyped_storage().data_ptr()] = sight(mask_function, local_size, self.longest, mask.device)
+        seen: AttentionCall | UnsupportedAttention
+        try:
+            seen = sight(mask_function, local_size, self.longest, mask.device)
+        except UnsupportedAttention as error:
+            # Nobody may use it, such as that of an encoder that is not there.
+            seen = error
+        self._sights[mask.untyped_storage().data_ptr()] = seen
         return mask
+
+    def _seen(self, attention_mask: Tensor | None, own_call: OwnCall | None) -> AttentionCall:
+        """Return the sight of a call. Raises UnsupportedAttention for one that is not known here."""
+        if own_call is not None:
+            # Which of the masks it was given is not known: some modules change theirs.
+            known = (_CAUSAL, replace(_CAUSAL, window=own_call.window))
+            wrong = [one for one in self._sights.values() if one not in known]
+            if not wrong:
+                facts = {one.name: getattr(own_call, one.name) for one in fields(own_call)}
+                return replace(_CAUSAL, **facts)
+            seen = wrong[0] if isinstance(wrong[0], UnsupportedAttention) else None
+        elif attention_mask is None:
+            raise UnsupportedAttention("it attends without a mask of transformers")
+        else:
+            seen = self._sights.get(attention_mask.untyped_storage().data_ptr())
+        if isinstance(seen, UnsupportedAttention):
+            raise seen
+        if seen is None:
+            raise UnsupportedAttention("it makes attention masks by itself")
+        return seen
 
     def attend(
         self,
@@ -163,15 +200,15 @@ class _Recorder:
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        own_call: OwnCall | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Attend as transformers' eager attention does, and note the call."""
         check_biases(arguments)
-        if attention_mask is None:
-            raise UnsupportedAttention("it attends without a mask of transformers")
-        seen = self._sights.get(attention_mask.untyped_storage().data_ptr())
-        if seen is None:
-            raise UnsupportedAttention("it makes attention masks by itself")
+        seen = self._seen(attention_mask, own_call)
+        if own_call is not None or attention_mask is None:
+            ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            attention_mask = torch.zeros(ones.shape, device=query.device).masked_fill_(ones.triu(1), -torch.inf)
         self.calls.append(
             replace(
                 seen,
@@ -211,20 +248,35 @@ def sight(mask_function: MaskFunction, local_size: int | None, longest: int, dev
     try:
         visible_QC = mask_function(zero, zero, query_Q1, key_1C).expand(len(rows), farthest + 1)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise UnsupportedAttention("its masks depend on more than positions") from error
+        if not _is_plain_within(mask_function, local_size, device):
+            raise UnsupportedAttention("its masks depend on more than positions") from error
+        return replace(_CAUSAL, window=local_size)
     causal_QC = key_1C <= query_Q1
     if bool((visible_QC & ~causal_QC).any()):
-        raise UnsupportedAttention("its rows see later positions: it is not a decoder")
-    nothing = AttentionCall(0, 0, 0, 0)
+        raise SeesLaterRows("its rows see later positions")
     if torch.equal(visible_QC, causal_QC):
-        return nothing
+        return _CAUSAL
     # The last row sees the newest positions.
     window = int(visible_QC[-1].sum())
     if torch.equal(visible_QC, causal_QC & (key_1C > query_Q1 - window)):
-        return replace(nothing, window=window)
+        return replace(_CAUSAL, window=window)
     if local_size is None or not torch.equal(visible_QC, causal_QC & (key_1C >= query_Q1 // size * size)):
         raise UnsupportedAttention("its masks are neither causal, nor sliding windows, nor chunks")
-    return replace(nothing, chunk=size)
+    return replace(_CAUSAL, chunk=size)
+
+
+def _is_plain_within(mask_function: MaskFunction, local_size: int | None, device: torch.device) -> bool:
+    """True for a mask that knows the pass's own tokens only, such as which are images, and is causal or a window
+    there. The self-check looks at more tokens."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    place = torch.arange(NUM_TOKENS, device=device)
+    query_Q1, key_1C = place.unsqueeze(1), place.unsqueeze(0)
+    try:
+        visible_QC = mask_function(zero, zero, query_Q1, key_1C)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    oldest_Q1 = query_Q1 - (local_size or NUM_TOKENS) + 1
+    return torch.equal(visible_QC.expand(NUM_TOKENS, NUM_TOKENS), (key_1C <= query_Q1) & (key_1C >= oldest_Q1))
 
 
 @contextmanager

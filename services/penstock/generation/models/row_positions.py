@@ -1,5 +1,5 @@
 """Positions of a step for modules of transformers that take them from a cache's length: rows of several sequences have
-no common one."""
+no common one. These are attention that scales by the position, and embeddings of positions that count by themselves."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from penstock.generation.attention.transformers_interface import positions_of_st
 _SCALES = "attn_temperature_tuning"
 # A cache's name in `forward`, by release.
 _CACHES = ("cache", "past_key_values")
+# Parameters of embeddings of positions: without the first they count from the second on.
+_GIVEN, _COUNTED = "position_ids", "cache_length"
 
 
 class _Positions:
@@ -32,12 +34,28 @@ class _Positions:
 
 
 def give_positions(causal: nn.Module) -> None:
-    """Give the modules of a model that scale by position the rows' own positions within a step. Outside of a step, as
-    with transformers' own cache, nothing changes."""
+    """Give the modules of a model that scale by position, or count positions, the rows' own ones within a step. Outside
+    of a step, as with transformers' own cache, nothing changes."""
     for module in causal.modules():
+        if isinstance(module, nn.Embedding) and _counts(module):
+            module.register_forward_pre_hook(_count, with_kwargs=True)
         if getattr(module, _SCALES, False) and hasattr(module, "layer_idx"):
             known = inspect.signature(module.forward).parameters
             module.register_forward_pre_hook(_Giver([name for name in _CACHES if name in known]), with_kwargs=True)
+
+
+def _counts(module: nn.Module) -> bool:
+    return {_GIVEN, _COUNTED} <= inspect.signature(module.forward).parameters.keys()
+
+
+def _count(
+    _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    positions_T, given = positions_of_step(), named.get(_GIVEN)
+    # Those of the model's caller have a batch; a range that it counted has none.
+    if positions_T is None or (given is not None and given.dim() > 1):
+        return None
+    return arguments, {**named, _GIVEN: positions_T}
 
 
 class _Giver:

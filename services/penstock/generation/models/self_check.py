@@ -22,9 +22,10 @@ from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
 from penstock.generation.attention.transformers_interface import UnsupportedAttention
+from penstock.generation.models.module_states import first_cache
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.transformers_fallback import TransformersModel, attending_by
-from penstock.generation.models.transformers_states import StatefulModel, cache_argument
+from penstock.generation.models.transformers_states import StatefulModel, cache_argument, takes_cache
 
 _log = get_logger("penstock.generation")
 _BLOCK_SIZE = 4
@@ -118,19 +119,22 @@ def _eager(model: TransformersModel, ids: Tensor, num_steps: int, recording: Rec
     """Run a sequence as generate() does: its prompt at once, then token by token over the cache of its own."""
     ids = ids.to(model.device).unsqueeze(0)
     positions = torch.arange(ids.shape[1], device=model.device).unsqueeze(0)
-    begin, cache, run = 0, None, _Run()
+    begin, cache, run = 0, first_cache(model.causal), _Run()
     argument = cache_argument(model.causal)
+    length = ids.shape[1]
+    # Some compute every token anew.
+    ends = range(length - num_steps, length + 1) if takes_cache(model.causal) else [length]
     with attending_by(model.causal, "eager"):
-        for end in range(ids.shape[1] - num_steps, ids.shape[1] + 1):
+        for end in ends:
             output = model.causal(
                 input_ids=ids[:, begin:end],
                 position_ids=positions[:, begin:end],
                 use_cache=True,
                 return_dict=True,
                 output_hidden_states=True,
-                **{argument: cache},
+                **({} if cache is None else {argument: cache}),
             )
-            begin, cache = end, getattr(output, argument)
+            begin, cache = end, getattr(output, argument, cache)
             given = output.hidden_states if recording.has_hidden_states else None
             run.tracks_layers = given is not None
             run.add([*(() if given is None else (state[0] for state in given)), output.logits[0].float()])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.generation.attention.cache_layout import LayerSight
 from penstock.generation.attention.transformers_interface import (
     NAME,
+    OWN_NAME,
     AttentionCall,
     BoundLayers,
     PagedStep,
@@ -20,6 +21,7 @@ from penstock.generation.attention.transformers_interface import (
     paged,
     register,
 )
+from penstock.generation.models.own_attention import reference_attention
 from penstock.generation.models.row_positions import give_positions
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.generation.models.hidden_keeper import LayerTaps, StateKeeper
 
 # Reasons of requests that are refused.
-NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with chunks or odd heads"
+NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with chunks, odd heads or biases"
 NO_HIDDEN_STATES = "is not possible with this model: transformers' modules give no hidden states of its layers"
 NO_EMBEDS = "is not possible with this model: its layers look at token ids"
 
@@ -278,10 +280,18 @@ def attending_by(causal: Any, name: str) -> Iterator[None]:
 
 
 def _set_attention(causal: Any, name: str) -> None:
+    own = reference_attention(causal)
+    if own is not None:
+        # Transformers refuses other names for such modules.
+        name = {"eager": own, NAME: OWN_NAME}.get(name, name)
+        for module in causal.modules():
+            if hasattr(module, "set_attn_implementation"):
+                module.config._attn_implementation = name
+        return
     causal.set_attn_implementation(name)
-    # Parts such as rotary embeddings may have copies of their own, which attend to nothing.
-    models = [module for module in causal.modules() if hasattr(module, "set_attn_implementation")]
-    if any(getattr(model.config, "_attn_implementation", name) != name for model in models):
+    # Parts such as rotary embeddings may have copies of their own, which attend to nothing; encoders of images do not
+    # run, and may attend by themselves.
+    if causal.config.get_text_config(decoder=True)._attn_implementation != name:
         raise UnsupportedAttention("its attention does not go through transformers' AttentionInterface")
 
 

@@ -16,10 +16,12 @@ from penstock.common.gguf_parts import GGUF_FILE, linked_parts
 from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes
 from penstock.generation.attention.state_pool import state_bytes
-from penstock.generation.attention.transformers_interface import UnsupportedAttention
+from penstock.generation.attention.transformers_interface import SeesLaterRows, UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
+from penstock.generation.models.module_states import move_states
 from penstock.generation.models.module_swaps import ModuleSwaps
+from penstock.generation.models.own_attention import take_over
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.self_check import check_paged
 from penstock.generation.models.state_limits import UNSUPPORTED
@@ -41,6 +43,11 @@ if TYPE_CHECKING:
 _log = get_logger("penstock.generation")
 # Context of a model that names no largest position.
 _UNBOUNDED_CONTEXT = 32_768
+# What would help where rows see later positions because the configuration says so.
+_DECODES = (
+    ", since config.json has no is_decoder true: set it there if the weights were trained to continue texts, as those "
+    "of an encoder were not"
+)
 # Types of vision models, which transformers has under another name than its causal language models. The text part of
 # these gives generate()'s ids without images; that of others does not: rows of PaliGemma's prompts see later positions.
 _SEEING = frozenset((
@@ -80,7 +87,8 @@ def read_transformers_config(
         vocab_size=number("vocab_size"),
         hidden_size=hidden,
         intermediate_size=number("intermediate_size", 4 * hidden),
-        num_layers=number("num_hidden_layers", maximum=MAX_LAYERS),
+        # Those of an encoder, where the whole had one, have the usual name.
+        num_layers=number("decoder_layers", number("num_hidden_layers", maximum=MAX_LAYERS), maximum=MAX_LAYERS),
         num_heads=heads,
         # Recorded by the loader: some models have others in some layers.
         num_kv_heads=heads,
@@ -186,11 +194,18 @@ def _recorded(causal: Any, config: ModelConfig) -> Recording:
     """Run the model once, and return what it did. Raises StartupError where the fallback cannot do the same."""
     with _as_startup_error(f"MODEL: transformers' modules of model_type {config.model_type!r} do not run"):
         try:
+            take_over(causal)
+            move_states(causal)
             return record(causal, config.num_layers, config.max_position_embeddings)
         except UnsupportedAttention as error:
+            hint = _DECODES if isinstance(error, SeesLaterRows) and not _decodes(causal) else ""
             raise StartupError(
-                f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
+                f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}{hint}", flag="MODEL"
             ) from error
+
+
+def _decodes(causal: Any) -> bool:
+    return bool(getattr(causal.config.get_text_config(decoder=True), "is_decoder", True))
 
 
 def _swap_modules(
@@ -344,8 +359,10 @@ def _context(text: Any, number: _Numbers, model_type: str) -> int:
     Some rotary embeddings change with the longest sequence of a batch. Below the length of the change they are the same
     for all sequences; a longer sequence would change others.
     """
-    most = number("max_position_embeddings", _UNBOUNDED_CONTEXT)
-    limits = []
+    # MPT has another name for it.
+    most = number("max_position_embeddings", number("max_seq_len", _UNBOUNDED_CONTEXT))
+    # Where contexts are longer, rows of Doge leave out some keys.
+    limits = [min(most, number("keep_window_size", most))]
     for rope in _ropes(text):
         kind = rope.get("rope_type")
         if kind == "longrope" or "dynamic" in str(kind):
@@ -356,7 +373,7 @@ def _context(text: Any, number: _Numbers, model_type: str) -> int:
     least = min(limits, default=most)
     if least < most:
         _log.warning(
-            "the context ends where this model's rotary embedding changes for all sequences of a batch",
+            "the context ends where this model's attention or rotary embedding changes for all sequences of a batch",
             model_type=model_type,
             context=least,
             instead_of=most,

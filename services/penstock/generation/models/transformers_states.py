@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Names of the states of a layer of transformers' cache.
 _NAMES = ("conv_states", "recurrent_states")
+# Names of a model's argument that is the cache: the first since transformers 5.24.
+_CACHES = ("cache", "cache_params", "past_key_values")
 
 
 class StatefulModel(TransformersModel):
@@ -143,14 +145,24 @@ class StatefulModel(TransformersModel):
 
 def empty_cache(causal: Any) -> Any:
     """Return a cache of transformers for the model's layers, without keys."""
-    return _cache_class()(config=causal.config)
+    kind = _minimax_cache() if causal.config.model_type == "minimax" else _cache_class()
+    return kind(config=causal.config)
 
 
 def cache_argument(causal: Any) -> str:
     """Name of the model's argument, and of its output, that is the cache."""
     known = signature(causal.forward).parameters
-    # The first since transformers 5.24.
-    return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
+    return next((name for name in _CACHES if name in known), _CACHES[-1])
+
+
+def takes_cache(causal: Any) -> bool:
+    """True when the model can go on from a cache; otherwise it computes every token anew."""
+    return any(name in signature(causal.forward).parameters for name in _CACHES)
+
+
+def is_states_only(cache: object) -> bool:
+    """True for a cache by `empty_cache`."""
+    return isinstance(cache, _cache_class())
 
 
 def has_states(config: Any) -> bool:
@@ -223,6 +235,32 @@ def _cache_class() -> Any:
             return 0
 
     return StatesOnly
+
+
+@cache
+def _minimax_cache() -> Any:
+    from transformers import DynamicCache
+    from transformers.models.minimax import modeling_minimax
+
+    own: Any = getattr(modeling_minimax, "MiniMaxCache")  # noqa: B009
+
+    class MiniMaxStates(_cache_class(), own):  # type: ignore[misc]
+        """The cache that MiniMax insists on, with its states where those of other models are."""
+
+        def __init__(self, config: Any) -> None:
+            DynamicCache.__init__(self, config=config)
+            self.linear_cache: list[Tensor] = []
+
+        def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+            """Return the state of a layer; None: it has none yet."""
+            state: Tensor | None = self.layers[layer_idx].recurrent_states[0]
+            return state
+
+        def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+            """Keep the state of a layer."""
+            self.layers[layer_idx].recurrent_states[0] = linear_cache
+
+    return MiniMaxStates
 
 
 def _parts(metadata: AttentionMetadata) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ def dense(
         scores = torch.tanh(scores / call.softcap) * call.softcap
     row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])[None]
     seen = key <= row
+    if call.slopes is not None:
+        scores = scores + call.slopes.view(-1, 1, 1) * key
+    if call.biases is not None:
+        scores = scores + call.biases[:, None, : q.shape[1]]
     if call.window is not None:
         seen &= key > row - call.window
     if call.chunk is not None:
@@ -60,10 +65,21 @@ calls = st.builds(
 
 
 @settings(max_examples=30, deadline=None)
-@given(call=calls, lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_paged_attention_is_dense_attention(call: AttentionCall, lengths: list[int], seed: int) -> None:
+@given(
+    call=calls,
+    adds=st.sampled_from([None, "slopes", "biases"]),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_paged_attention_is_dense_attention(
+    call: AttentionCall, adds: str | None, lengths: list[int], seed: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     sinks = torch.randn(call.num_heads, generator=draw) if call.has_sinks else None
+    if adds == "slopes":
+        call = replace(call, slopes=torch.rand(call.num_heads, generator=draw))
+    elif adds == "biases":
+        call = replace(call, biases=torch.randn(call.num_heads, 20, generator=draw))
 
     def rows(heads: int, width: int) -> list[torch.Tensor]:
         return [torch.randn(heads, length, width, generator=draw) for length in lengths]

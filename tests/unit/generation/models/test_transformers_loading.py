@@ -140,6 +140,30 @@ def test_geometry_is_recorded(tmp_path: Path) -> None:
     assert WINDOW in {call.window for call in found["qwen2_moe"].calls}
 
 
+def test_an_encoder_is_told_what_would_make_it_a_decoder(tmp_path: Path) -> None:
+    load(tiny_model_type(tmp_path / "decoder", "bert"))
+    with pytest.raises(StartupError, match=r"'bert' .* later positions, since config\.json has no is_decoder true"):
+        load(tiny_model_type(tmp_path / "encoder", "bert", is_decoder=False))
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "bloom", "mvp"])
+def test_the_self_check_looks_at_modules_that_attend_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def wrong(*arguments: Any) -> Recording:
+        found = record(*arguments)
+        changes = {"window": 5, "slopes": None}
+        return replace(found, calls=tuple(replace(call, **changes) for call in found.calls))
+
+    folder = tiny_model_type(tmp_path, kind)
+    model = load(folder)
+    assert {call.window for call in model.calls} == ({None, WINDOW} if kind == "gpt_neo" else {None})
+    assert all((call.slopes is not None) == (kind == "bloom") for call in model.calls)
+    monkeypatch.setattr(self_check, "record", wrong)
+    with pytest.raises(StartupError, match=f"self-check of model_type '{kind}' failed: layer 0 differs"):
+        load(folder)
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "llama4_text"])
 def test_the_self_check_names_the_first_layer_that_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
