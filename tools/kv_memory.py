@@ -1,4 +1,4 @@
-"""Table of KV memory: fifteen published configurations, bytes a token of a sequence of several lengths.
+"""Table of KV memory: seventeen published configurations, bytes a token of a sequence of several lengths.
 
     python tools/kv_memory.py            # the table, as docs/guide/models.md has it
 
@@ -6,6 +6,8 @@ Ours is what a decoding sequence holds between two steps: whole blocks of 16 tok
 read them, from a multiple of 64 on. The least is what the next row reads. vLLM's is by the rule of its
 `vllm/v1/core/kv_cache_utils.py`: groups of as many layers as the smallest kind has, or as the largest has if that is
 below 1.5 times the smallest, each padded to that number, and windows in whole blocks. Keys and values are bfloat16.
+Index keys are, too, but for vLLM's: bytes with a scale of four bytes a key. They and all rows that they may choose
+count in the least.
 `tests/data/kv_configs.json` has the numbers of the published config.json files.
 """
 
@@ -18,13 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.cli.inspect_cache import bytes_read, context_bytes, layer_sights
+from penstock.cli.inspect_cache import bytes_read, context_bytes, index_key_numbers, layer_sights
 from penstock.generation.attention.cache_layout import LayerSight
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "kv_configs.json"
 LENGTHS = {"1 k": 1024, "32 k": 32_768, "128 k": 131_072}
 _BLOCK, _TILE, _BFLOAT16 = 16, 64, 2
 _CLOSE = 1.5
+# Bytes of a scale in vLLM's index keys.
+_SCALE = 4
 
 
 class Memory(NamedTuple):
@@ -44,10 +48,12 @@ def memory_of(name: str, num_tokens: int) -> Memory:
         # One row for all heads.
         each = (values["kv_lora_rank"] + values["qk_rope_head_dim"]) * _BFLOAT16
     tiled = [replace(sight, align=_TILE) if sight.window else sight for sight in sights]
+    numbers, stored = index_key_numbers(values, len(sights)), -(-num_tokens // _BLOCK) * _BLOCK
+    scales = _SCALE * numbers // values.get("index_head_dim", 1)
     return Memory(
-        context_bytes(tiled, each, num_tokens, _BLOCK),
-        bytes_read(sights, each, num_tokens),
-        vllm_bytes(sights, each, num_tokens),
+        context_bytes(tiled, each, num_tokens, _BLOCK) + numbers * _BFLOAT16 * stored,
+        bytes_read(sights, each, num_tokens) + numbers * _BFLOAT16 * num_tokens,
+        vllm_bytes(sights, each, num_tokens) + (numbers + scales) * stored,
     )
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from penstock.common.errors import StartupError
 from penstock.generation.attention.cache_layout import LayerSight, layout_of
+from penstock.generation.core.index_layers import SPARSE_TYPES, read_index_layers
+from penstock.generation.core.model_config import ConfigReader
 
 _SLIDING, _CHUNKED, _FULL = "sliding_attention", "chunked_attention", "full_attention"
 # Names of kinds of layers that attend, in configurations of several kinds.
-_ATTENDS = (_FULL, _CHUNKED, _SLIDING, "attention", "hybrid")
+_ATTENDS = (_FULL, _CHUNKED, _SLIDING, "attention", "hybrid", "indexed_attention")
 # Kinds of a type's layers where its configuration lists none: of (number of the layer, configuration).
 _KINDS: Mapping[str, Callable[[int, Mapping[str, Any]], str]] = {
     "gemma2": lambda layer, _: _FULL if layer % 2 else _SLIDING,
@@ -70,6 +73,18 @@ def bytes_read(sights: Sequence[LayerSight], layer_bytes: int, num_tokens: int) 
             first = (num_tokens - 1) // sight.chunk * sight.chunk
         read += num_tokens - first
     return read * layer_bytes
+
+
+def index_key_numbers(values: Mapping[str, Any], num_layers: int) -> int:
+    """Return the numbers of a token's index keys over all layers; 0 where no layer has an indexer of ours."""
+    model_type, config = str(values.get("model_type")), ConfigReader(values, "config.json")
+    if model_type not in SPARSE_TYPES:
+        return 0
+    try:
+        return config.integer("index_head_dim", 128) * sum(read_index_layers(config, model_type, num_layers))
+    except StartupError:
+        # A start names the field.
+        return 0
 
 
 def group_lines(groups: Sequence[Mapping[str, int]], shown: Callable[[int], str]) -> Iterator[str]:

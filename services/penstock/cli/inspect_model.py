@@ -17,7 +17,7 @@ import typer
 
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
-from penstock.cli.inspect_cache import context_bytes, group_lines, kv_groups, layer_sights
+from penstock.cli.inspect_cache import context_bytes, group_lines, index_key_numbers, kv_groups, layer_sights
 from penstock.cli.inspect_drafts import drafts_line, has_known_layout, trained_drafts
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
@@ -133,7 +133,7 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     headers = _headers(folder, model)
     weights = weights_of(headers, folder)
     item = _serving_item(text)
-    cache = _kv_bytes(text)
+    rows, index_keys = _kv_bytes(text), 0
     total, available = host_memory()
     experts, chosen = _first(text, _EXPERTS), _first(text, _CHOSEN)
     packed = (folder / PACKED_FILE).is_file()
@@ -146,14 +146,14 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     )
     memory = {kind: as_stored if quantized else weights.loaded_bytes(item, kind) for kind in kinds}
     context = _first(text, _CONTEXT)
-    layers = _attention_layers(text) if cache else None
+    layers = _attention_layers(text) if rows else None
     sights = layer_sights(text, _first(text, _LAYERS) or 0) if layers else []
-    if cache is None or not layers or len(sights) != layers:
-        groups, whole = [], None if cache is None or context is None else cache * context
+    if rows is None or not layers or len(sights) != layers:
+        groups, whole = [], None if rows is None or context is None else rows * context
     else:
-        each = cache // layers
+        each, index_keys = rows // layers, int(index_key_numbers(text, layers) * item)
         groups = kv_groups(sights, each)
-        whole = None if context is None else context_bytes(sights, each, context)
+        whole = None if context is None else context_bytes(sights, each, context) + index_keys * context
     facts: dict[str, Any] = {
         "model": model_name(model),
         "folder": str(folder),
@@ -169,7 +169,9 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
         "hidden_size": _first(text, _WIDTH),
         "experts": None if experts is None else {"total": experts, "used_per_token": chosen},
         "context": context,
-        "kv_bytes_per_token": cache,
+        "kv_bytes_per_token": None if rows is None else rows + index_keys,
+        # Of these: keys by which sparse attention chooses positions.
+        "kv_index_bytes_per_token": index_keys,
         # By the positions that layers read: a layer with a window keeps only that.
         "kv_groups": groups,
         "sliding_window": text.get("sliding_window"),
@@ -537,6 +539,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "KV",
             f"{format_size(facts['kv_bytes_per_token'])} a token; half of that or less with --kv-cache-dtype int8",
         )
+    if facts["kv_index_bytes_per_token"]:
+        yield "", f"{format_size(facts['kv_index_bytes_per_token'])} of it are index keys, in the model's dtype always"
     if len(facts["kv_groups"]) > 1:
         for text in group_lines(facts["kv_groups"], format_size):
             yield "", text

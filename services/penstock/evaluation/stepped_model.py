@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.evaluation.number_format import NumberFormat
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool, kv_cache_dtype
 from penstock.generation.devices.base import Device
 from penstock.generation.models.language_model import LanguageModel
@@ -42,7 +43,13 @@ class SteppedModel:
             facts.head_dim,
         )
         dtype = kv_cache_dtype(format.kv_cache_dtype, self.weights.dtype)
-        self.kv = KVCachePool(*geometry, dtype, self.weights.device, has_values=facts.has_values)
+        self.kv = KVCachePool(
+            *geometry,
+            dtype,
+            self.weights.device,
+            has_values=facts.has_values,
+            index=index_rows(facts, self.weights.dtype),
+        )
 
     @property
     def kv_bytes_per_token(self) -> float:

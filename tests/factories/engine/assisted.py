@@ -11,6 +11,7 @@ from factories.engine.model_engine import with_free_drafts
 from factories.engine.pools import add_states, in_groups, unwritten_host_pool, unwritten_pool
 from factories.models.checkpoints import reference_model
 from factories.models.run_kernels import cpu_device, new_runner
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
@@ -84,7 +85,8 @@ def head_engine(
     layout, config = in_groups(model, config)
     layers = model.config.num_kv_layers if layout is None else layout.layers_a_block
     places = (layers, config.num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
-    served = unwritten_pool(*places, model.dtype, layout, has_values=model.config.has_values)
+    index = index_rows(model.config, model.dtype)
+    served = unwritten_pool(*places, model.dtype, layout, has_values=model.config.has_values, index=index)
     config = add_states(model, served, config)
     runner = new_runner(model, served, tap=drafter, masks=masks, host=unwritten_host_pool(served, config))
     return with_free_drafts(Engine(replace(config, window=window_of(model)), runner, None, drafter=drafter))

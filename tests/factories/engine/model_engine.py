@@ -13,6 +13,7 @@ import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, run
 from factories.engine.pools import add_states, in_groups, unwritten_host_pool, unwritten_pool
 from factories.models.run_kernels import cpu_device, new_runner
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.mode_registry import MODES, ModeRegistry
@@ -42,7 +43,8 @@ def model_engine(
     layers = model.config.num_kv_layers if layout is None else layout.layers_a_block
     geometry = (layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
-    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype, layout, has_values=model.config.has_values)
+    kinds: dict[str, Any] = {"has_values": model.config.has_values, "index": index_rows(model.config, model.dtype)}
+    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype, layout, **kinds)
     config = replace(add_states(model, kv, config), window=window_of(model))
     return with_free_drafts(
         Engine(config, new_runner(model, kv, host=unwritten_host_pool(kv, config)), None, modes=modes)

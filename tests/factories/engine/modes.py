@@ -189,7 +189,9 @@ def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampl
     model = loaded.weights.model
     geometry = (model.config.num_kv_layers, config.num_blocks, config.block_size)
     own = loaded.pools.kv
-    kv = unwritten_pool(*geometry, own.num_kv_heads, own.head_dim, own.dtype, has_values=own.has_values)
+    kv = unwritten_pool(
+        *geometry, own.num_kv_heads, own.head_dim, own.dtype, has_values=own.has_values, index=own.index
+    )
     config = add_states(model, kv, config)
     host = unwritten_host_pool(kv, config)
     drafter = None if loaded.engine.draft is None else loaded.engine.draft.drafter

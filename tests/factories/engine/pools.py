@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from penstock.generation.attention.cache_layout import CacheLayout, layout_of
 from penstock.generation.attention.host_kv import HostKVPool
+from penstock.generation.attention.index_keys import IndexRows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
 from penstock.generation.engine.config import EngineConfig
@@ -26,10 +27,11 @@ def unwritten_pool(
     layout: CacheLayout | None = None,
     *,
     has_values: bool = True,
+    index: IndexRows | None = None,
 ) -> KVCachePool:
     """Make a pool on the CPU that gives NaN where nothing was written."""
     cpu, sizes = torch.device("cpu"), (layers, blocks, block_size, kv_heads, head_dim)
-    kv = KVCachePool(*sizes, dtype, cpu, has_scrap=True, layout=layout, has_values=has_values)
+    kv = KVCachePool(*sizes, dtype, cpu, has_scrap=True, layout=layout, has_values=has_values, index=index)
     spoil(kv)
     return kv
 
@@ -58,8 +60,10 @@ def unwritten_host_pool(kv: KVCachePool, config: EngineConfig) -> HostKVPool | N
         return None
     host = HostKVPool(kv, config.num_host_blocks)
     for number in range(config.num_host_blocks):
-        # Of int8 the scales alone.
-        host.block(number)[-1].fill_(torch.nan)
+        for part in host.block(number):
+            # Of int8 the scales alone.
+            if part.is_floating_point():
+                part.fill_(torch.nan)
     return host
 
 
@@ -68,3 +72,5 @@ def spoil(kv: KVCachePool) -> None:
     for layer in range(kv.num_layers if kv.layout is None else len(kv.layout.places)):
         for part, scale in ((kv.key(layer), kv.key_scale(layer)), (kv.value(layer), kv.value_scale(layer))):
             (part if scale is None else scale).fill_(torch.nan)
+    for place in range(0 if kv.index is None else kv.index.num_layers):
+        kv.index_key(place).fill_(torch.nan)

@@ -17,11 +17,13 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -76,6 +78,8 @@ _CONFIGS = {
     "gpt_oss": GptOssConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "deepseek_v32": DeepseekV32Config,
+    "glm_moe_dsa": GlmMoeDsaConfig,
     "sarvam_mla": SarvamMLAConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "youtu": YoutuConfig,
@@ -118,6 +122,9 @@ _DEEPSEEK: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+# Shorter than the prompts of the tests. With fewer heads of the indexer many positions would have no product above 0:
+# transformers chooses among such equals by chance.
+_SPARSE: dict[str, Any] = {**_DEEPSEEK, "index_topk": 12, "index_head_dim": 12, "index_n_heads": 24}
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -154,6 +161,8 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["sparse", "dense"]},
     "youtu": _LATENT,
     "minicpm3": _LATENT,
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": {**_SPARSE, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared"]},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48},
     "qwen3_next": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from factories.engine.pools import spoil
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
 from penstock.generation.layers.lora import AdapterWeights
@@ -53,9 +55,9 @@ class PagedDriver:
             kv_dtype or model.dtype,
             model.device,
             has_values=config.has_values,
+            index=index_rows(config, model.dtype),
         )
-        data, scales = self.kv.tensors
-        (data if scales is None else scales).fill_(float("nan"))
+        spoil(self.kv)
         self.kv.states = new_states(model.state_layout, num_blocks, model.device)
         for tensor in () if self.kv.states is None else self.kv.states.in_place():
             tensor.fill_(float("nan"))

@@ -16,9 +16,9 @@ from penstock.generation.engine.decoding.beam_options import BeamOptions
 COMMON = [17, 203, 44, 9, 118, 60, 7, 91, 250, 33, 2, 140]
 PROMPTS = [[*COMMON, *([5 + number] * (number + 1))] for number in range(5)]
 NEW_TOKENS, BEAMS = 16, 3
-DEFAULT = ("gemma2", "qwen3_moe", "glm4", "deepseek_v3", "qwen3_5_text")
+DEFAULT = ("gemma2", "qwen3_moe", "glm4", "deepseek_v3", "deepseek_v32", "qwen3_5_text")
 SLOW = ("phi3", "granite", "olmo2", "olmo3", "smollm3", "glm", "cohere", "cohere2", "gemma3_text", "mixtral")
-LATENT = ("deepseek_v2", "sarvam_mla", "glm4_moe_lite", "youtu", "minicpm3")
+LATENT = ("deepseek_v2", "sarvam_mla", "glm4_moe_lite", "youtu", "minicpm3", "glm_moe_dsa")
 DELTA = ("qwen3_5_moe_text", "qwen3_next")
 
 

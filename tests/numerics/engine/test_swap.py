@@ -56,6 +56,19 @@ def latent_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
+def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    torch.set_num_threads(1)
+    return load_service(
+        tiny_checkpoint(
+            tmp_path_factory.mktemp("sparse"),
+            "glm_moe_dsa",
+            num_hidden_layers=4,
+            indexer_types=["full", "shared", "full", "full"],
+        )
+    )
+
+
+@pytest.fixture(scope="module")
 def demo() -> LoadedModel:
     torch.set_num_threads(1)
     folder = demo_folder()
@@ -158,6 +171,14 @@ def test_the_same_ids_where_keys_and_values_are_int8(int8_model: LoadedModel) ->
 def test_the_same_ids_where_a_token_keeps_one_row(latent_model: LoadedModel, mode: str) -> None:
     assert not latent_model.pools.kv.has_values
     check_mode(latent_model, MODES[mode])
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode == "beam" else [pytest.mark.slow]) for mode in MODES]
+)
+def test_the_same_ids_where_a_token_keeps_index_keys(sparse_model: LoadedModel, mode: str) -> None:
+    assert len(sparse_model.pools.kv.parts) == 2
+    check_mode(sparse_model, MODES[mode])
 
 
 def test_prefixes_that_went_to_the_host_pool_give_the_same_ids(random_model: LoadedModel) -> None:

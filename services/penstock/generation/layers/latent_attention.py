@@ -8,6 +8,7 @@ latents, weighted once. So the pool's rows serve all heads as keys and as values
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,7 +19,8 @@ from penstock.generation.layers.latent_prompts import LatentPrompts, split_promp
 from penstock.generation.layers.lora import OUTPUT
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
+    from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.latent_heads import LatentHeads
     from penstock.generation.layers.decoder_layer import RMSNorm, Step
     from penstock.generation.layers.linear.base import Linear
@@ -64,7 +66,32 @@ class LowRankQueries:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Queries."""
-        return self._up(self._norm(self._down(x_TI)))
+        return self.widened(self.narrow(x_TI))
+
+    def narrow(self, x_TI: Tensor) -> Tensor:
+        """Return the normed outputs of the first product, (T, rank of the queries)."""
+        return self._norm(self._down(x_TI))
+
+    def widened(self, narrow_TR: Tensor) -> Tensor:
+        """Return the queries of all heads that these make."""
+        return self._up(narrow_TR)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """Rows of a step in one layer: both parts of their queries, and what the pool keeps of them."""
+
+    plain_THX: Tensor
+    turned_THX: Tensor
+    row_T1E: Tensor
+
+    def turned_queries(self) -> Tensor:
+        """Return both parts of the queries together, (T, H, dims of a query)."""
+        return torch.cat((self.plain_THX, self.turned_THX), dim=-1)
+
+    def select(self, rows: Tensor | slice) -> LatentRows:
+        """Return some of the rows."""
+        return LatentRows(self.plain_THX[rows], self.turned_THX[rows], self.row_T1E[rows])
 
 
 class LatentAttention:
@@ -91,8 +118,9 @@ class LatentAttention:
         self._queries = queries
         self._row = row
         self._norm = norm
+        # (H, plain + value, rank): a view, as are the two below.
         both_HXR = expansion.view(layer.num_heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
-        # (H, plain, rank), on queries, and (H, rank, value), on outputs: views.
+        # (H, plain, rank), on queries, and (H, rank, value), on outputs.
         self._keys = both_HXR[:, : sizes.plain_dim]
         self._values = both_HXR[:, sizes.plain_dim :].transpose(1, 2)
         self._prompts = LatentPrompts(layer, sizes, both_HXR)
@@ -104,39 +132,55 @@ class LatentAttention:
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's rows into the pool."""
-        layer, sizes = self.layer, self._sizes
+        metadata, kv = step.metadata, step.kv
+        if kv.layout is not None:
+            metadata = metadata.view(kv.view_of(self.layer.index))
+        out_THV = self._attend(self._rows(self._queries(x_TI), x_TI, step), metadata, step)
+        return self._addend(out_THV, step)
+
+    def _rows(self, q_TX: Tensor, x_TI: Tensor, step: Step) -> LatentRows:
+        """Return the rows of `x_TI`; `q_TX` are their queries before they turn."""
+        sizes = self._sizes
         cos, sin = step.turns[self.turn]
-        q_THX = self._queries(x_TI).view(-1, layer.num_heads, sizes.query_dim)
+        q_THX = q_TX.view(-1, self.layer.num_heads, sizes.query_dim)
         plain_THX, turned_THX = q_THX[..., : sizes.plain_dim], rotate(q_THX[..., sizes.plain_dim :], cos, sin)
         row_TE = self._row(x_TI)
         latent_TR = self._norm(row_TE[:, : sizes.rank].contiguous())
         turned_T1X = rotate(row_TE[:, None, sizes.rank :], cos, sin)
-        row_T1E = torch.cat((latent_TR.unsqueeze(1), turned_T1X), dim=-1)
-        metadata, kv = step.metadata, step.kv
-        if kv.layout is not None:
-            metadata = metadata.view(kv.view_of(layer.index))
-        split = None if step.attention.sees_queries else split_prompts(metadata, kv, x_TI.dtype)
+        return LatentRows(plain_THX, turned_THX, torch.cat((latent_TR.unsqueeze(1), turned_T1X), dim=-1))
+
+    def _addend(self, out_THV: Tensor, step: Step) -> Tensor:
+        """Return what the layer adds to the stream, of the heads' outputs."""
+        return step.addend(self.output, out_THV.flatten(1), self.layer.index, OUTPUT)
+
+    def _attend(self, rows: LatentRows, metadata: AttentionMetadata, step: Step) -> Tensor:
+        """Write the rows and return o (T, H, value dims): each row reads all positions up to its own."""
+        kv = step.kv
+        split = None if step.attention.sees_queries else split_prompts(metadata, kv, rows.row_T1E.dtype)
         if split is None:
-            out_THV = self._over_rows(plain_THX, turned_THX, row_T1E, metadata, step)
-        else:
-            # Before any row attends: a sequence may read what another one writes in this step.
-            kv.write(layer.index, metadata.slot_mapping, row_T1E, row_T1E)
-            out_THV = plain_THX.new_empty((*plain_THX.shape[:2], sizes.value_dim))
-            turned_q_THX = torch.cat((plain_THX, turned_THX), dim=-1)
-            for prompt in split.prompts:
-                out_THV[prompt.first : prompt.last] = self._prompts.attend(turned_q_THX, row_T1E, prompt, kv)
-            if split.others is not None:
-                part, rows = split.others
-                out_THV[rows] = self._over_rows(plain_THX[rows], turned_THX[rows], row_T1E[rows], part, step)
-        return step.addend(self.output, out_THV.flatten(1), layer.index, OUTPUT)
+            return self._over_rows(rows, metadata, step.attention, kv)
+        # Before any row attends: a sequence may read what another one writes in this step.
+        kv.write(self.layer.index, metadata.slot_mapping, rows.row_T1E, rows.row_T1E)
+        out_THV = self._blank(rows)
+        q_THX = rows.turned_queries()
+        for prompt in split.prompts:
+            out_THV[prompt.first : prompt.last] = self._prompts.attend(q_THX, rows.row_T1E, prompt, kv)
+        if split.others is not None:
+            part, others = split.others
+            out_THV[others] = self._over_rows(rows.select(others), part, step.attention, kv)
+        return out_THV
+
+    def _blank(self, rows: LatentRows) -> Tensor:
+        """Return memory for o (T, H, value dims)."""
+        return rows.plain_THX.new_empty((*rows.plain_THX.shape[:2], self._sizes.value_dim))
 
     def _over_rows(
-        self, plain_THX: Tensor, turned_THX: Tensor, row_T1E: Tensor, metadata: AttentionMetadata, step: Step
+        self, rows: LatentRows, metadata: AttentionMetadata, attention: Attention, kv: KVCachePool
     ) -> Tensor:
         """Return o (T, H, value dims) by attention over the pool's rows themselves."""
-        rank = self._sizes.rank
+        rank, plain_THX = self._sizes.rank, rows.plain_THX
         q_THE = plain_THX.new_empty((*plain_THX.shape[:2], self._sizes.row_dim))
         q_THE[..., :rank] = torch.bmm(plain_THX.transpose(0, 1), self._keys).transpose(0, 1)
-        q_THE[..., rank:] = turned_THX
-        mean_THE = step.attention.forward(q_THE, row_T1E, row_T1E, self.layer, metadata, step.kv)
+        q_THE[..., rank:] = rows.turned_THX
+        mean_THE = attention.forward(q_THE, rows.row_T1E, rows.row_T1E, self.layer, metadata, kv)
         return torch.bmm(mean_THE[..., :rank].transpose(0, 1), self._values).transpose(0, 1)

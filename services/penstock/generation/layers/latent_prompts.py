@@ -39,6 +39,15 @@ class PromptRows:
     slots_C: Tensor | None
     # (rows, C) additive; None: plain causal, or too large to be kept.
     mask: Tensor | None
+    # (rows, K) positions that each row reads; None: all up to its own.
+    chosen: Tensor | None = None
+
+    def mask_of(self, first: int, last: int, seen: int, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask (last - first, seen) of some of the rows: the last one is at position seen - 1."""
+        if self.chosen is not None:
+            return chosen_mask(self.chosen[first:last], seen, dtype)
+        assert self.slots_C is not None
+        return _mask(last - first, seen, dtype, self.slots_C.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,19 @@ def _prompt(metadata: AttentionMetadata, kv: KVCachePool, index: int, first: int
     slots_C = blocks * kv.block_size + positions_C % kv.block_size
     mask = _mask(count, length, dtype, device) if count * length <= _MOST_MASK else None
     return PromptRows(first, first + count, slots_C, mask)
+
+
+def chosen_prompt(first: int, slots_C: Tensor, position_TK: Tensor, dtype: torch.dtype) -> PromptRows:
+    """Return rows of a step from `first` on that read some positions of their context each."""
+    count, length = len(position_TK), len(slots_C)
+    mask = chosen_mask(position_TK, length, dtype) if count * length <= _MOST_MASK else None
+    return PromptRows(first, first + count, slots_C, mask, position_TK)
+
+
+def chosen_mask(position_TK: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask (T, length) of rows that read these positions."""
+    mask = torch.full((len(position_TK), length), -torch.inf, dtype=dtype, device=position_TK.device)
+    return mask.scatter_(1, position_TK, 0.0)
 
 
 def _mask(count: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -135,7 +157,7 @@ class LatentPrompts:
             last = min(first + each, rows)
             # Nothing behind a row is read.
             seen = length - rows + last
-            mask = _mask(last - first, seen, q_HTX.dtype, q_HTX.device)
+            mask = prompt.mask_of(first, last, seen, q_HTX.dtype)
             parts.append(self._attended(q_HTX[:, first:last], k_HCX[:, :seen], v_HCX[:, :seen], mask))
         return torch.cat(parts, dim=1)
 

@@ -28,7 +28,7 @@ from penstock.generation.layers.lora import (
 )
 from penstock.generation.models.fused import FusedLayers, can_fuse
 from penstock.generation.models.hidden_keeper import LayerTaps
-from penstock.generation.models.state_limits import NOT_ATTENDED
+from penstock.generation.models.state_limits import NOT_ATTENDED, NOT_WHOLE
 from penstock.generation.weights.tensor_names import site_linears
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class CausalLM:
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """Fields of a request that it cannot do: some where layers keep states."""
+        """Fields of a request that it cannot do: some where layers keep states, or read chosen positions."""
+        if self.config.index is not None:
+            return NOT_WHOLE
         return {} if self.config.delta is None else NOT_ATTENDED
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
 from penstock.generation.core.model_config import Activation, ModelConfig
@@ -168,6 +169,7 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: to
         dtype,
         device.torch_device,
         has_values=config.has_values,
+        index=index_rows(config, dtype),
     )
     kv.states = new_states(state_layout(config.delta, dtype), count, device.torch_device)
     if kv.states is not None:

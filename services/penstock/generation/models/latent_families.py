@@ -1,5 +1,5 @@
 """Families with multi-head latent attention: DeepSeek V2 and V3, and what shares their attention (Kimi K2,
-GLM-4.7-Flash, Youtu, Sarvam, MiniCPM3)."""
+GLM-4.7-Flash, Youtu, Sarvam, MiniCPM3); with sparse attention in models.sparse_families."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.generation.weights.quantised.table import Gguf
 # Kinds of layers in `mlp_layer_types`.
 _DENSE, _SPARSE = "dense", "sparse"
 # Widths that config.json may leave out: the same in all published models but GLM's and MiniCPM's.
-_WIDTHS = {
+LATENT_WIDTHS = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -120,7 +120,7 @@ def _groups(config: ConfigReader, fields: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _finish_v2(config: ConfigReader, model: ModelConfig) -> ModelConfig:
-    model = _latent(config, model, _WIDTHS, interleaved=True)
+    model = _latent(config, model, LATENT_WIDTHS, interleaved=True)
     groups, of_row = 1, 1
     method = config.text("topk_method", "greedy")
     if method == "group_limited_greedy":
@@ -162,7 +162,7 @@ DEEPSEEK_V2 = Family(
 )
 
 
-def _finish_v3(
+def finish_v3(
     config: ConfigReader, model: ModelConfig, *, widths: Mapping[str, int], fields: Mapping[str, int], scale: float
 ) -> ModelConfig:
     model = _latent(config, model, widths, interleaved=config.boolean("rope_interleave", True))
@@ -180,7 +180,7 @@ def _finish_v3(
     return replace(model, experts=_experts(config, model.num_layers, fields, routing), num_draft_layers=drafts)
 
 
-_V3_EXPERTS = {
+V3_EXPERTS = {
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
@@ -191,13 +191,13 @@ _V3_EXPERTS = {
 }
 
 
-def _like_v3(
+def like_v3(
     model_type: str,
     architecture: str,
     defaults: Mapping[str, int],
     *,
-    fields: Mapping[str, int] = _V3_EXPERTS,
-    widths: Mapping[str, int] = _WIDTHS,
+    fields: Mapping[str, int] = V3_EXPERTS,
+    widths: Mapping[str, int] = LATENT_WIDTHS,
     scale: float = 2.5,
     eps: float = 1e-6,
 ) -> Family:
@@ -207,7 +207,7 @@ def _like_v3(
         qkv_bias=from_field("attention_bias"),
         output_bias=from_field("attention_bias"),
         rope=_rope,
-        finish=partial(_finish_v3, widths=widths, fields=fields, scale=scale),
+        finish=partial(finish_v3, widths=widths, fields=fields, scale=scale),
         default_head_dim=64,
         default_bos=0,
         default_eos=(1,),
@@ -226,10 +226,10 @@ _V3 = {
     "max_position_embeddings": 4096,
 }
 # V3, V3.1 and R1.
-DEEPSEEK_V3 = _like_v3("deepseek_v3", "DeepseekV3ForCausalLM", _V3)
+DEEPSEEK_V3 = like_v3("deepseek_v3", "DeepseekV3ForCausalLM", _V3)
 # Published with DeepSeek's own code, which these modules are; its config.json names every field.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
-SARVAM_MLA = _like_v3(
+SARVAM_MLA = like_v3(
     "sarvam_mla",
     "SarvamMLAForCausalLM",
     {
@@ -240,10 +240,10 @@ SARVAM_MLA = _like_v3(
         "num_attention_heads": 64,
         "max_position_embeddings": 4096,
     },
-    fields={**_V3_EXPERTS, "n_routed_experts": 128, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    widths={**_WIDTHS, "q_lora_rank": 0},
+    fields={**V3_EXPERTS, "n_routed_experts": 128, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    widths={**LATENT_WIDTHS, "q_lora_rank": 0},
 )
-GLM4_MOE_LITE = _like_v3(
+GLM4_MOE_LITE = like_v3(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     {
@@ -264,14 +264,14 @@ GLM4_MOE_LITE = _like_v3(
         "n_group": 1,
         "topk_group": 1,
     },
-    widths={**_WIDTHS, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+    widths={**LATENT_WIDTHS, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
     scale=1.8,
     eps=1e-5,
 )
 
 
 def _finish_youtu(config: ConfigReader, model: ModelConfig) -> ModelConfig:
-    return _latent(config, model, _WIDTHS, interleaved=config.boolean("rope_interleave", True))
+    return _latent(config, model, LATENT_WIDTHS, interleaved=config.boolean("rope_interleave", True))
 
 
 YOUTU = Family(

@@ -29,9 +29,12 @@ from penstock.generation.layers.delta_rule import DeltaRule, DeltaWeights, Nativ
 from penstock.generation.layers.expert_choice import choice_of
 from penstock.generation.layers.experts import MixtureOfExperts, SharedExpert
 from penstock.generation.layers.gated_attention import GatedAttention
+from penstock.generation.layers.index_choice import IndexChoice, NativeIndexChoice
+from penstock.generation.layers.indexer import Indexer
 from penstock.generation.layers.latent_attention import DirectQueries, LatentAttention, LowRankQueries, Queries
 from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.rope import RotaryEmbedding
+from penstock.generation.layers.sparse_latent import SparseLatentAttention
 from penstock.generation.layers.summed import SummedAttention, SummedMLP
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.loaded_weights import Weights
@@ -41,6 +44,7 @@ from penstock.generation.weights.tensor_names import (
     DELTA_CONV,
     DELTA_DECAY,
     DELTA_NORM,
+    INDEX_NORM,
     LATENT_NORM,
     NORM,
     QUERY_NORM,
@@ -48,6 +52,7 @@ from penstock.generation.weights.tensor_names import (
     attention_linears,
     choice_biases,
     head_dims,
+    index_linears,
     layer_prefix,
     mlp_linears,
     rounds_once,
@@ -55,6 +60,8 @@ from penstock.generation.weights.tensor_names import (
 )
 
 if TYPE_CHECKING:
+    from penstock.generation.core.index_heads import IndexHeads
+    from penstock.generation.core.latent_heads import LatentHeads
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.decoder_layer import LayerAttention
     from penstock.generation.layers.layer_kernels import LayerKernels
@@ -139,7 +146,7 @@ class LayerMaker:
             return self._delta_net(index, prefix)
         layer = self._attention_layer(index, prefix)
         if self._config.latent is not None:
-            return self._latent(layer, prefix)
+            return self._latent(index, layer, prefix)
         qkv, output = (self._linear(prefix, one) for one in attention_linears(self._config, index))
         turn = self._turns[index]
         if self._config.has_gates:
@@ -166,7 +173,7 @@ class LayerMaker:
         rule = NativeDeltaRule() if isinstance(self._kernels, NativeKernels) else DeltaRule()
         return DeltaNet(index, heads, rule, weights, rows, numbers, output)
 
-    def _latent(self, layer: AttentionLayer, prefix: str) -> LatentAttention:
+    def _latent(self, index: int, layer: AttentionLayer, prefix: str) -> LatentAttention:
         config, latent = self._config, self._config.latent
         assert latent is not None
 
@@ -180,16 +187,28 @@ class LayerMaker:
             queries = LowRankQueries(down, norm(QUERY_NORM), up)
         else:
             queries = DirectQueries(self._linear(prefix, made[0]))
-        return LatentAttention(
-            layer,
-            latent,
-            queries,
+        parts = (
             self._linear(prefix, row),
             norm(LATENT_NORM),
             self._weights.matrix(prefix, expansion),
             self._linear(prefix, output),
             self._turns[layer.index],
         )
+        if config.index is None:
+            return LatentAttention(layer, latent, queries, *parts)
+        assert isinstance(queries, LowRankQueries)
+        indexer = self._indexer(index, prefix, config.index, latent)
+        return SparseLatentAttention(layer, latent, queries, *parts, config.index.most, indexer)
+
+    def _indexer(self, index: int, prefix: str, heads: IndexHeads, latent: LatentHeads) -> Indexer | None:
+        """Return the indexer of a layer; None: it has none."""
+        made = [self._linear(prefix, one) for one in index_linears(self._config, index)]
+        if not made:
+            return None
+        queries, keys, weights = made
+        norm = self._weights.tensor(f"{prefix}{INDEX_NORM}.weight"), self._weights.tensor(f"{prefix}{INDEX_NORM}.bias")
+        choice = NativeIndexChoice() if isinstance(self._kernels, NativeKernels) else IndexChoice()
+        return Indexer(heads.place(index), heads, latent.turned_dim, queries, keys, norm, weights, choice)
 
     def _norm_weight(self, name: str) -> Tensor:
         weight = self._weights.tensor(name, is_exact=rounds_once(self._config))

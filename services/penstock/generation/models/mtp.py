@@ -140,6 +140,7 @@ class LayerWeights:
             num_draft_layers=0,
             # It attends.
             delta=None,
+            index=None if served.index is None else replace(served.index, layers=(True,)),
             # Dense layers are the first ones of a model.
             experts=None if experts is None else replace(experts, layers=(True,)),
         )

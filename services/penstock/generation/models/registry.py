@@ -57,6 +57,7 @@ from penstock.generation.models.latent_families import (
 from penstock.generation.models.loaded_weights import Weights
 from penstock.generation.models.loader import build_model
 from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from penstock.generation.models.sparse_families import DEEPSEEK_V32, GLM_MOE_DSA
 from penstock.generation.models.transformers_loading import load_transformers_model, read_transformers_config
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
@@ -79,6 +80,7 @@ FAMILIES = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GRANITE, OLMO2, OLMO3, SMOLLM3, GLM, GLM4, COHERE, COHERE2),
         *(GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, SARVAM_MLA, GLM4_MOE_LITE, YOUTU, MINICPM3),
+        *(DEEPSEEK_V32, GLM_MOE_DSA),
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
     )
 }

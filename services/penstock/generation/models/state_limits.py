@@ -1,4 +1,4 @@
-"""Fields of a request that a model with states of layers cannot do, and the reasons."""
+"""Fields of a request that a model with states of layers, or with sparse attention, cannot do, and the reasons."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ _BACK = "is not possible with this model: its layers keep a state, which cannot 
 _NO_ATTENTIONS = "is not possible with this model: some of its layers keep a state instead of attending"
 # Where states can go back.
 NOT_ATTENDED = {"output.output_attentions": _NO_ATTENTIONS}
+# With sparse attention.
+NOT_WHOLE = {
+    "output.output_attentions": "is not possible with this model: its rows attend to positions that an indexer chose"
+}
 UNSUPPORTED = {
     **NOT_ATTENDED,
     **dict.fromkeys(

@@ -110,7 +110,7 @@ class PromptTimer:
         layers = model.config.num_kv_layers if self._is_whole else min(_LAYERS, all_layers)
         blocks = min(kv.num_blocks, most_tokens // kv.block_size + 1)
         geometry = (layers, blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
-        small = KVCachePool(*geometry, kv.dtype, kv.device, has_values=kv.has_values)
+        small = KVCachePool(*geometry, kv.dtype, kv.device, has_values=kv.has_values, index=kv.index)
         # Each runner times one sequence after another.
         small.states = new_states(model.state_layout, 1, kv.device)
         self._device = device

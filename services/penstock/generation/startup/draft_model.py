@@ -18,6 +18,7 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.common.progress import LOAD_WEIGHTS, ProgressStage, ShowProgress
 from penstock.common.units import format_size
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
@@ -125,11 +126,13 @@ def _pool(
 ) -> KVCachePool:
     facts, size = weights.config, engine.block_size
     geometry = (size, facts.num_kv_heads, facts.head_dim)
-    dtype = kv_cache_dtype(config.kv_cache_dtype, weights.dtype)
+    dtype, index = kv_cache_dtype(config.kv_cache_dtype, weights.dtype), index_rows(facts, weights.dtype)
     left = device.memory()
     blocks = kv_pool_blocks(
         parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
-        bytes_per_block=kv_bytes_per_block(facts.num_kv_layers, *geometry, dtype, has_values=facts.has_values),
+        bytes_per_block=kv_bytes_per_block(
+            facts.num_kv_layers, *geometry, dtype, has_values=facts.has_values, index=index
+        ),
         blocks_of_context=-(-context // size),
         available=left.available,
         total=left.total,
@@ -138,7 +141,15 @@ def _pool(
         # `auto` never has room for more tokens than the served model.
         max_blocks=max(engine.num_blocks // engine.bundle_blocks, 1),
     )
-    return KVCachePool(facts.num_kv_layers, blocks, *geometry, dtype, device.torch_device, has_values=facts.has_values)
+    return KVCachePool(
+        facts.num_kv_layers,
+        blocks,
+        *geometry,
+        dtype,
+        device.torch_device,
+        has_values=facts.has_values,
+        index=index,
+    )
 
 
 def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> None:

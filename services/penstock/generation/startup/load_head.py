@@ -12,6 +12,7 @@ from penstock.common.checkpoint import DEMO_HEAD, OWN_HEAD, demo_head_folder, mo
 from penstock.common.errors import StartupError
 from penstock.common.progress import LOAD_WEIGHTS, ProgressStage, ShowProgress
 from penstock.common.units import format_size
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
@@ -95,13 +96,13 @@ def make_head_draft(
     """Make pool and drafter around a loaded head, beside the served model's pool `kv`. `masks` may be the served
     model's, which never runs at the same time. Raises StartupError naming --assistant-kv-memory."""
     facts, size = head.config, kv.block_size
-    dtype = kv_cache_dtype(config.kv_cache_dtype, head.dtype)
+    dtype, index = kv_cache_dtype(config.kv_cache_dtype, head.dtype), index_rows(facts, head.dtype)
     geometry = (size, facts.num_kv_heads, facts.head_dim)
     left = device.memory()
     with _about_the_head():
         blocks = kv_pool_blocks(
             parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
-            bytes_per_block=kv_bytes_per_block(1, *geometry, dtype, has_values=facts.has_values),
+            bytes_per_block=kv_bytes_per_block(1, *geometry, dtype, has_values=facts.has_values, index=index),
             blocks_of_context=-(-context // size),
             available=left.available,
             total=left.total,
@@ -110,7 +111,7 @@ def make_head_draft(
             # `auto` never has room for more tokens than the served model.
             max_blocks=max(kv.num_blocks // kv.bundle_blocks, 1),
         )
-        own = KVCachePool(1, blocks, *geometry, dtype, device.torch_device, has_values=facts.has_values)
+        own = KVCachePool(1, blocks, *geometry, dtype, device.torch_device, has_values=facts.has_values, index=index)
     drafter = HeadDrafter(head, own, model.config.vocab_size, kernels=device.sampling_kernels(), masks=masks)
     drafter.follow(model, head)
     drafter.warm_up()

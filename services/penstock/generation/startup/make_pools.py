@@ -12,6 +12,7 @@ from penstock.common.logging import get_logger
 from penstock.common.units import format_size
 from penstock.generation.attention.cache_layout import CacheLayout, layout_of
 from penstock.generation.attention.host_kv import HostKVPool
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.attention.state_pool import StatePool, new_states, state_bytes
 from penstock.generation.config import GenerationServiceConfig
@@ -114,7 +115,7 @@ def _kv_pool(
     has_scrap: bool,
 ) -> KVCachePool:
     facts, size = model.config, device.block_size(config.block_size)
-    dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
+    dtype, index = kv_cache_dtype(config.kv_cache_dtype, model.dtype), index_rows(facts, model.dtype)
     left = device.memory()
     # A slot for each sequence that runs; warm-up needs two.
     slots, snapshots = max(2, config.max_running_sequences), _num_snapshots(config, model, context)
@@ -125,7 +126,7 @@ def _kv_pool(
         parse_memory(config.kv_memory),
         # Of all processes that share this memory.
         bytes_per_block=kv_bytes_per_block(
-            num_layers, size, model.num_kv_heads, facts.head_dim, dtype, has_values=facts.has_values
+            num_layers, size, model.num_kv_heads, facts.head_dim, dtype, has_values=facts.has_values, index=index
         )
         * (config.tensor_parallel if device.ranks_share_memory else 1),
         blocks_of_context=longest,
@@ -150,6 +151,7 @@ def _kv_pool(
         has_scrap=has_scrap,
         layout=layout,
         has_values=facts.has_values,
+        index=index,
     )
     kv.states = new_states(model.state_layout, slots, device.torch_device, snapshots)
     if kv.states is not None:

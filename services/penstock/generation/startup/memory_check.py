@@ -72,6 +72,8 @@ def check_least_kv(
     layers = model.num_kv_layers if len(set(model.sliding_windows)) < 2 else 1
     heads = max(1, model.num_kv_heads // parts)
     block = layers * (1 + model.has_values) * block_size * heads * model.head_dim * item_bytes
+    if model.index is not None:
+        block += model.index.num_layers * block_size * model.index.dim * item_bytes
     if kv_memory < block:
         whole = block * -(-context // block_size)
         raise DoesNotFit(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DELTA_CONV, DELTA_DECAY, DELTA_BIAS, DELTA_NORM = (
     f"linear_attn.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
 )
+INDEX_NORM = "self_attn.indexer.k_norm"
 LATENT_NORM, QUERY_NORM = "self_attn.kv_a_layernorm", "self_attn.q_a_layernorm"
 # Hugging Face's names.
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -88,8 +89,8 @@ def layer_prefix(index: int) -> str:
 
 
 def layer_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
-    """Return the linear layers of a decoder layer: those of attention, then those of its MLP."""
-    return *attention_linears(config, layer), *mlp_linears(config, layer)
+    """Return the linear layers of a decoder layer: those of attention, of its indexer, then those of its MLP."""
+    return *attention_linears(config, layer), *index_linears(config, layer), *mlp_linears(config, layer)
 
 
 def attention_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
@@ -105,6 +106,23 @@ def attention_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear,
     if config.latent is not None:
         return *_latent_linears(config, config.latent), _output(config)
     return _qkv(config), _output(config)
+
+
+def index_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear, ...]:
+    """Return the linear layers of a layer's indexer: queries, key, weights; nothing where it has none.
+
+    All stay as they are: with rounded ones it would choose other positions.
+    """
+    heads, latent = config.index, config.latent
+    if heads is None or latent is None or not heads.layers[layer]:
+        return ()
+
+    def one(name: str, rows: int, inputs: int) -> LayerLinear:
+        name = f"self_attn.indexer.{name}"
+        return LayerLinear(name, (name,), (rows,), inputs, has_bias=False, is_exact=True)
+
+    weights = replace(one("weights_proj", heads.count, config.hidden_size), is_float32=True)
+    return one("wq_b", heads.count * heads.dim, latent.query_rank), one("wk", heads.dim, config.hidden_size), weights
 
 
 def mlp_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear, ...]:
@@ -299,6 +317,8 @@ def layer_norms(config: ModelConfig, layer: int = 0) -> dict[str, int]:
         norms[f"{LATENT_NORM}.weight"] = config.latent.rank
         if config.latent.query_rank:
             norms[f"{QUERY_NORM}.weight"] = config.latent.query_rank
+    if config.index is not None and config.index.layers[layer]:
+        norms |= {f"{INDEX_NORM}.{name}": config.index.dim for name in ("weight", "bias")}
     return norms
 
 

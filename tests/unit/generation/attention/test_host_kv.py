@@ -7,6 +7,7 @@ import torch
 from factories.engine.pools import unwritten_pool
 from penstock.common.errors import StartupError
 from penstock.generation.attention.host_kv import HostKVPool, copy_blocks
+from penstock.generation.attention.index_keys import IndexRows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.step import BlockCopy, CopyKind
 
@@ -15,16 +16,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
 def pool(dtype: torch.dtype) -> KVCachePool:
-    """A pool whose every block differs from all others."""
-    kv = KVCachePool(LAYERS, BLOCKS, SIZE, HEADS, DIM, dtype, torch.device("cpu"))
+    """A pool with index keys whose every block differs from all others."""
+    index = IndexRows(2, 5, torch.bfloat16)
+    kv = KVCachePool(LAYERS, BLOCKS, SIZE, HEADS, DIM, dtype, torch.device("cpu"), index=index)
     for layer in range(LAYERS):
         rows = torch.randn(BLOCKS * SIZE, HEADS, DIM).to(torch.float32 if dtype is torch.int8 else dtype)
         kv.write(layer, torch.arange(BLOCKS * SIZE), rows, -rows)
+    for place in range(2):
+        kv.write_index(place, torch.arange(BLOCKS * SIZE), torch.randn(BLOCKS * SIZE, 5).to(torch.bfloat16))
     return kv
 
 
 def content(kv: KVCachePool, block: int) -> list[torch.Tensor]:
-    return [part[:, :, block].clone() for part in kv.tensors if part is not None]
+    return [part[:, :, block].clone() for part in kv.parts]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

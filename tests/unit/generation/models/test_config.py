@@ -10,6 +10,7 @@ import pytest
 import torch
 from penstock.common.errors import StartupError
 from penstock.generation.core.delta_heads import DELTA_TYPES
+from penstock.generation.core.index_layers import SPARSE_TYPES
 from penstock.generation.core.latent_heads import LATENT_TYPES
 from penstock.generation.core.model_config import ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.layers.rope import RotaryEmbedding, inverse_frequencies
@@ -111,7 +112,38 @@ def test_absent_widths_of_compressed_keys_and_values_are_transformers(tmp_path: 
     assert [config.latent.rank, config.latent.plain_dim, config.latent.turned_dim, config.latent.value_dim] == [
         getattr(expected, name) for name in names
     ]
-    assert config.rope.is_interleaved == getattr(expected, "rope_interleave", family == "deepseek_v2")
+    always = family in ("deepseek_v2", *SPARSE_TYPES)
+    assert config.rope.is_interleaved == getattr(expected, "rope_interleave", always)
+
+
+@pytest.mark.parametrize("family", SPARSE_TYPES)
+def test_absent_widths_of_an_indexer_are_transformers(tmp_path: Path, family: str) -> None:
+    config, expected = defaults(tmp_path, family)
+    assert config.index is not None
+    found = config.index.count, config.index.dim, config.index.most
+    assert found == (expected.index_n_heads, expected.index_head_dim, expected.index_topk)
+    assert config.index.layers == (True,) * config.num_layers
+    assert config.index.is_interleaved == (family == "glm_moe_dsa")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 4},
+        {"index_topk_freq": 0},
+        {"index_topk_pattern": "FSSFSFSS"},
+        {"index_topk_pattern": ["full", "shared"] * 4},
+        {"indexer_types": ["full"] + ["shared"] * 7, "index_topk_freq": 2},
+    ],
+    ids=str,
+)
+def test_layers_that_share_a_choice_are_those_of_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    expected = AutoConfig.for_model("glm_moe_dsa", num_hidden_layers=8, **fields).indexer_types
+    config = read(tmp_path, "glm_moe_dsa", num_hidden_layers=8, **ALIKE, **fields)
+    assert config.index is not None
+    assert ["full" if one else "shared" for one in config.index.layers] == expected
+    assert config.index.num_layers == expected.count("full")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -183,6 +215,16 @@ def test_absent_fields_give_transformers_windows_and_experts(tmp_path: Path, fam
         ("deepseek_v3", {**ALIKE, "n_group": 7}, "n_group (7) does not divide n_routed_experts (256)"),
         ("deepseek_v3", {**ALIKE, "num_experts_per_tok": 129}, "(129) is more than 4 of 8 groups have"),
         ("deepseek_v3", {**ALIKE, "quantization_config": {"quant_method": "gguf"}}, "of gguf is not read"),
+        ("deepseek_v32", {**ALIKE, "q_lora_rank": None}, "q_lora_rank must be a whole number: the indexer reads"),
+        ("deepseek_v32", {**ALIKE, "index_topk": 1}, "index_topk must be a whole number of at least 2"),
+        ("deepseek_v32", {**ALIKE, "index_head_dim": 32}, "index_head_dim (32) is less than qk_rope_head_dim (64)"),
+        (
+            "glm_moe_dsa",
+            {**ALIKE, "indexer_types": ["full"]},
+            "indexer_types must list 'full' or 'shared' for each of 4",
+        ),
+        ("glm_moe_dsa", {**ALIKE, "index_topk_pattern": "FSXF"}, "index_topk_pattern must list 'full' or 'shared'"),
+        ("glm_moe_dsa", {**ALIKE, "index_topk_pattern": "SFFF"}, "index_topk_pattern must begin with 'full'"),
         ("glm4_moe_lite", {**ALIKE, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must list 'dense' or 'sparse'"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, "without 'full_attention' is not supported"),
         ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must list 'linear_attention' or"),
