@@ -71,6 +71,10 @@ _SIZES: Mapping[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_head_dim": 16,
     "v_head_dim": 12,
+    # Positions that an indexer chooses, fewer than a prompt has. With few heads there would be many ties.
+    "index_topk": 12,
+    "index_head_dim": 16,
+    "index_n_heads": 24,
     # Others.
     "ffn_dim": 96,
     "word_embed_proj_dim": 64,
@@ -196,8 +200,8 @@ _FITTING: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
 
 
 # One of each kind: learned positions; soft caps and windows; sinks; widths that differ; chunks; a window that no
-# argument tells; the fused projections of Phi; a head with a scale of its own.
-USUAL = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_moe", "phi3", "granite")
+# argument tells; the fused projections of Phi; a head with a scale of its own; an indexer that layers share.
+USUAL = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_moe", "phi3", "granite", "hy_v4")
 # Models that also see, of which the text part runs; the first one is that of the ordinary run.
 SEEING = (
     "mistral3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl", "aria", "aya_vision", "cohere2_vision", "idefics3",
@@ -211,7 +215,7 @@ FURTHER_STATEFUL = (
 )  # fmt: skip
 # The others that the fallback runs.
 FURTHER = (
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "beam", "biogpt", "bitnet", "cohere", "cohere2",
     "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
     "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma3", "gemma3_text", "gemma3n_text", "gemma4",
     "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "got_ocr2",

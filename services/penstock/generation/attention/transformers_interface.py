@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.attention.base import AttentionLayer
+from penstock.generation.attention.chosen_rows import context_slots, split_sparse
+from penstock.generation.attention.sdpa import SDPAAttention
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
@@ -35,6 +37,8 @@ NAME, OWN_NAME = "penstock", "penstock_own"
 _MOST_SCORES = 1 << 24
 # A group of decoding sequences pads none to more than twice its context, except below this number of keys.
 _SMALL_CONTEXT = 128
+# For devices with attention over blocks of a few sizes.
+_ANY_BLOCKS = SDPAAttention()
 
 
 class UnsupportedAttention(ValueError):
@@ -133,24 +137,39 @@ class PagedStep:
         """`attention` computes the plain calls; `positions_T` are those of the rows, for `positions_of_step`. `layers`
         are the model's, for all of its steps; None: the step has its own."""
         self.positions_T = positions_T
+        self.metadata = metadata
+        self.kv = kv
         self._layers = layers or BoundLayers()
         self._calls = calls
-        self._metadata = metadata
-        self._kv = kv
         self._attention = attention
+        # Positions that an indexer chose last, and the metadata of the rows over them.
+        self._chosen: tuple[Tensor, AttentionMetadata] | None = None
         self.num_calls = 0
 
+    @property
+    def has_indexers(self) -> bool:
+        """True where rows read positions that an indexer chose: masks of the model are not looked at."""
+        return self.kv.index is not None
+
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks_H: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks_H: Tensor | None,
+        chosen_1TK: Tensor | None = None,
     ) -> Tensor:
         """Write key and value (B, kv_heads, T / B, width) and attend with query (B, heads, T / B, key width); return
-        (B, T / B, heads, value width). The rows of a step are in order, B sequences with as many each."""
+        (B, T / B, heads, value width). The rows of a step are in order, B sequences with as many each. `chosen_1TK`:
+        positions that each row reads if its context is longer than K; None: all."""
         layer = self.num_calls
-        if layer >= len(self._calls) or key.shape[0] * key.shape[2] != self._metadata.num_rows:
+        if layer >= len(self._calls) or key.shape[0] * key.shape[2] != self.metadata.num_rows:
             raise UnsupportedAttention("it attends more often than in the first pass, or to other rows")
         self.num_calls += 1
-        call, kv = self._calls[layer], self._kv
-        metadata = self._metadata.view(kv.view_of(layer))
+        call, kv = self._calls[layer], self.kv
+        metadata = self.metadata.view(kv.view_of(layer))
         q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         if call.is_plain(kv.num_kv_heads):
             if call.num_kv_heads < kv.num_kv_heads:
@@ -158,13 +177,53 @@ class PagedStep:
                 k_TKD, v_TKD = (x.repeat_interleave(repeats, 1) for x in (k_TKD, v_TKD))
             q_THD, k_TKD, v_TKD = (_padded(x, x.shape[1], kv.head_dim) for x in (q_THD, k_TKD, v_TKD))
             facts = self._layers.layer(layer, call, kv, scale, softcap, sinks_H)
-            out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, facts, metadata, kv)
+            if chosen_1TK is None:
+                out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, facts, metadata, kv)
+            else:
+                out_THD = self._attend_chosen(q_THD, k_TKD, v_TKD, facts, chosen_1TK)
             out_THD = out_THD[..., : call.value_width]
+        elif chosen_1TK is not None:
+            raise UnsupportedAttention("its attention takes indices for odd numbers of heads")
         else:
             k_TKD, v_TKD = (_padded(x, kv.num_kv_heads, kv.head_dim) for x in (k_TKD, v_TKD))
             kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
             out_THD = _attend(q_THD, layer, call, metadata, kv, scale, softcap, sinks_H)
         return out_THD.view(query.shape[0], -1, *out_THD.shape[1:])
+
+    def sparse_sequences(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the first row, the end of the rows and the slots (C) of the context of each sequence with more than
+        `most` positions."""
+        first = 0
+        for index, (count, length) in enumerate(zip(self.metadata.query_lens, self.metadata.kv_lens, strict=True)):
+            if length > most:
+                yield first, first + count, context_slots(self.metadata, index, self.kv.block_size)
+            first += count
+
+    def _attend_chosen(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer, chosen_1TK: Tensor
+    ) -> Tensor:
+        """Attend to chosen positions, where there is a choice."""
+        metadata, kv, attention = self.metadata, self.kv, self._attention
+        split = split_sparse(metadata, chosen_1TK.shape[-1], kv.block_size)
+        plan = None if split is None else split.singles
+        if split is None or plan is None:
+            return attention.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
+        # Before any row attends: a sequence may read what another one writes in this step.
+        kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
+        if self._chosen is None or self._chosen[0] is not chosen_1TK:
+            rows_TK = chosen_1TK[0] if plan.rows is None else chosen_1TK[0, plan.rows]
+            self._chosen = chosen_1TK, plan.over(plan.slots_of(rows_TK, kv.block_size))
+        any_block = attention if attention.takes_any_block else _ANY_BLOCKS
+        if plan.rows is None:
+            return any_block.forward(q_THD, k_TKD, v_TKD, layer, self._chosen[1], kv.by_slot)
+        out_THD = torch.empty_like(q_THD)
+        rows = (x[plan.rows] for x in (q_THD, k_TKD, v_TKD))
+        out_THD[plan.rows] = any_block.forward(*rows, layer, self._chosen[1], kv.by_slot)
+        if split.dense is not None:
+            part, dense = split.dense
+            rows = (x[dense] for x in (q_THD, k_TKD, v_TKD))
+            out_THD[dense] = attention.forward(*rows, layer, part, kv)
+        return out_THD
 
 
 _STEP: ContextVar[PagedStep | None] = ContextVar("penstock_paged_step", default=None)
@@ -178,6 +237,11 @@ def paged(step: PagedStep) -> Iterator[None]:
         yield
     finally:
         _STEP.reset(token)
+
+
+def step_of_thread() -> PagedStep | None:
+    """Return this thread's current step; None outside a step."""
+    return _STEP.get()
 
 
 def positions_of_step() -> Tensor | None:
@@ -230,9 +294,10 @@ def _attend_in_step(
     step = _STEP.get()
     if step is None:
         raise RuntimeError("a model of the fallback runs through TransformersModel.forward only")
-    check_arguments(attention_mask, arguments)
+    chosen = arguments.pop("indices", None) if step.has_indexers else None
+    check_arguments(None if step.has_indexers else attention_mask, arguments)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step.attend(query, key, value, scale, softcap, s_aux), None
+    return step.attend(query, key, value, scale, softcap, s_aux, chosen), None
 
 
 def _padded(x_THD: Tensor, num_heads: int, width: int) -> Tensor:

@@ -59,8 +59,9 @@ class Recording:
     states: tuple[StateTensor, ...] = ()
 
 
-def record(causal: Any, num_layers: int, longest: int) -> Recording:
-    """Run the model once on a few ids. `longest`: most positions of a sequence.
+def record(causal: Any, num_layers: int, longest: int, *, has_indexers: bool = False) -> Recording:
+    """Run the model once on a few ids. `longest`: most positions of a sequence. `has_indexers`: indices in its calls
+    are positions that an indexer chose.
 
     Raises UnsupportedAttention for a model with an unknown kind of attention, or without any.
     """
@@ -76,7 +77,7 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
     if keeps_states:
         name = cache_argument(causal)
         arguments |= {"use_cache": True, name: empty_cache(causal)}
-    recorder = _Recorder(longest)
+    recorder = _Recorder(longest, has_indexers)
     with torch.inference_mode(), _registered(recorder), attending_by(causal, _NAME), _watched(causal) as read:
         decoder, output = _called(causal, input_ids=ids, **arguments)
         calls = tuple(recorder.calls)
@@ -149,6 +150,7 @@ class _Recorder:
     """Functions that transformers calls in place of its own."""
 
     longest: int
+    has_indexers: bool = False
     calls: list[AttentionCall] = field(default_factory=list)
     # Masks of the pass, and the window of each by its memory.
     _masks: list[Tensor] = field(default_factory=list)
@@ -204,6 +206,7 @@ class _Recorder:
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Attend as transformers' eager attention does, and note the call."""
+        indices = arguments.pop("indices", None) if self.has_indexers else None
         check_biases(arguments)
         seen = self._seen(attention_mask, own_call)
         if own_call is not None or attention_mask is None:
@@ -227,6 +230,9 @@ class _Recorder:
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores + attention_mask[..., : key.shape[2]]
+        if indices is not None:
+            unseen = torch.ones(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=scores.device)
+            scores = scores.masked_fill(unseen.scatter_(-1, indices.long(), False).unsqueeze(1), -torch.inf)
         if s_aux is not None:
             sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]

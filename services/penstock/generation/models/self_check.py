@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
 from penstock.generation.attention.transformers_interface import UnsupportedAttention
@@ -40,9 +41,9 @@ _WINDOWS = 3
 # more.
 _TOLERANCE = {torch.float32: 2e-3}
 _REDUCED_TOLERANCE = 0.15
-# Numbers of positions, in configurations and in modules: masks are made from the first two, and scores are scaled by
-# how often a position has the others (Llama 4, Inkling).
-_SIZES = ("sliding_window", "attention_chunk_size", "floor_scale", "log_scaling_n_floor")
+# Numbers of positions, in configurations and in modules: masks are made from the first two, an indexer chooses a third
+# one, and scores are scaled by how often a position has the others (Llama 4, Inkling).
+_SIZES = ("sliding_window", "attention_chunk_size", "index_topk", "floor_scale", "log_scaling_n_floor")
 # Of rotary embeddings with the first of these fields, by which queries are scaled, too (Mistral 4, Ministral 3).
 _ROPE_SCALING, _ROPE_LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 
@@ -62,7 +63,12 @@ def check_paged(model: TransformersModel, recording: Recording, *, is_quantised:
     tolerance = _REDUCED_TOLERANCE if is_quantised else _TOLERANCE.get(model.dtype, _REDUCED_TOLERANCE)
     try:
         with torch.inference_mode(), _small_sizes(model.causal, max(2, length // _WINDOWS)):
-            calls = record(model.causal, model.config.num_layers, model.config.max_position_embeddings).calls
+            calls = record(
+                model.causal,
+                model.config.num_layers,
+                model.config.max_position_embeddings,
+                has_indexers=model.config.index is not None,
+            ).calls
             wanted = [_eager(model, ids, steps, recording) for ids in sequences]
             found = _paged(model.with_calls(calls), sequences, steps, tracks_layers=wanted[0].tracks_layers)
             worst = _worst(found, wanted, steps, tolerance)
@@ -158,7 +164,14 @@ def _paged(model: TransformersModel, sequences: list[Tensor], num_steps: int, *,
     """Run the sequences in chunks of different sizes, then token by token."""
     config, counts = model.config, [-(-len(ids) // _BLOCK_SIZE) for ids in sequences]
     kv = KVCachePool(
-        config.num_layers, sum(counts), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype, model.device
+        config.num_layers,
+        sum(counts),
+        _BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        model.dtype,
+        model.device,
+        index=index_rows(config, model.dtype),
     )
     kv.states = new_states(model.state_layout, len(sequences), model.device)
     # No block beside the one before it.

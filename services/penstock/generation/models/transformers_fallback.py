@@ -35,8 +35,13 @@ if TYPE_CHECKING:
 
 # Reasons of requests that are refused.
 NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with chunks, odd heads or biases"
+NO_INDEXED_ATTENTIONS = "is not possible with this model: its rows attend to positions that an indexer chose"
 NO_HIDDEN_STATES = "is not possible with this model: transformers' modules give no hidden states of its layers"
 NO_EMBEDS = "is not possible with this model: its layers look at token ids"
+
+
+# Kind of layers with an indexer, by which transformers' modules look for their mask.
+_INDEXED = "indexed_attention"
 
 
 class TransformersModel:
@@ -158,6 +163,9 @@ class TransformersModel:
             inputs["input_ids"] = input_ids_T.unsqueeze(0)
         else:
             inputs["inputs_embeds"] = embeds_TI.unsqueeze(0)
+        if self.config.index is not None:
+            # Indexers cut it; sequences and positions tell what a row sees.
+            inputs["attention_mask"] = {_INDEXED: positions_T.new_zeros((1, 1, 1, 1))}
         if keeper is not None:
             inputs["output_hidden_states"] = True
         step = PagedStep(self.calls, metadata, kv, attention or self.attention, positions_T, self._layers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from penstock.common.dtypes import BY_STORED, dtype_name
 from penstock.common.errors import StartupError
@@ -19,6 +20,7 @@ from penstock.generation.attention.state_pool import state_bytes
 from penstock.generation.attention.transformers_interface import SeesLaterRows, UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
+from penstock.generation.models.indexed_modules import PagedIndexers
 from penstock.generation.models.module_states import move_states
 from penstock.generation.models.module_swaps import ModuleSwaps
 from penstock.generation.models.own_attention import take_over
@@ -29,6 +31,7 @@ from penstock.generation.models.transformers_fallback import (
     NO_ATTENTIONS,
     NO_EMBEDS,
     NO_HIDDEN_STATES,
+    NO_INDEXED_ATTENTIONS,
     TransformersModel,
 )
 from penstock.generation.models.transformers_states import StatefulModel, has_states
@@ -149,8 +152,12 @@ def load_transformers_model(
     causal, num_dequantised = _loaded(folder, config, route, compute)
     causal = causal.to(device.torch_device)
     parameters = sum(parameter.numel() for parameter in causal.parameters())
+    indexers = PagedIndexers(causal)
+    config = replace(config, index=indexers.heads)
     recording = _recorded(causal, config)
-    num_bytes = _swap_modules(causal, recording, method, device.layer_kernels(compute), compute, quantization)
+    # With rounded weights an indexer would choose other positions.
+    kept = recording.read_linears.union(*(module.modules() for module in indexers.modules))
+    num_bytes = _swap_modules(causal, kept, method, device.layer_kernels(compute), compute, quantization)
     config = replace(
         _with_geometry(config, recording),
         dtype=dtype_name(compute),
@@ -167,7 +174,7 @@ def load_transformers_model(
         dtype=compute,
         device=device.torch_device,
         num_bytes=num_bytes,
-        unsupported=_unsupported(recording, config.num_kv_heads),
+        unsupported=_unsupported(recording, config),
         states=recording.states,
     )
     _log_geometry(config, recording)
@@ -196,7 +203,9 @@ def _recorded(causal: Any, config: ModelConfig) -> Recording:
         try:
             take_over(causal)
             move_states(causal)
-            return record(causal, config.num_layers, config.max_position_embeddings)
+            return record(
+                causal, config.num_layers, config.max_position_embeddings, has_indexers=config.index is not None
+            )
         except UnsupportedAttention as error:
             hint = _DECODES if isinstance(error, SeesLaterRows) and not _decodes(causal) else ""
             raise StartupError(
@@ -210,16 +219,17 @@ def _decodes(causal: Any) -> bool:
 
 def _swap_modules(
     causal: Any,
-    recording: Recording,
+    kept: Collection[nn.Module],
     method: LinearMethod,
     kernels: LayerKernels,
     compute: torch.dtype,
     quantization: str,
 ) -> int:
-    """Put the device's linear layers, experts and norms in place of the model's; return the bytes of all weights."""
+    """Put the device's linear layers, but for those `kept`, experts and norms in place of the model's; return the bytes
+    of all weights."""
     swaps = ModuleSwaps(causal, compute)
     if method.name != "plain":
-        swaps.linears(method, recording.read_linears)
+        swaps.linears(method, kept)
         swaps.experts(method, kernels, is_quantised=quantization != "none")
     swaps.norms(kernels)
     if quantization != "none":
@@ -473,10 +483,12 @@ def _dense_bytes(causal: Any) -> int:
     return sum(tensors.values())
 
 
-def _unsupported(recording: Recording, kv_heads: int) -> dict[str, str]:
+def _unsupported(recording: Recording, config: ModelConfig) -> dict[str, str]:
     found = dict(UNSUPPORTED) if recording.states else {}
-    if not all(call.is_plain(kv_heads) for call in recording.calls):
+    if not all(call.is_plain(config.num_kv_heads) for call in recording.calls):
         found["output.output_attentions"] = NO_ATTENTIONS
+    if config.index is not None:
+        found["output.output_attentions"] = NO_INDEXED_ATTENTIONS
     if not recording.has_hidden_states:
         found |= dict.fromkeys(("output.output_hidden_states", "config.dola_layers"), NO_HIDDEN_STATES)
     if not recording.takes_embeds:

@@ -12,6 +12,7 @@ from factories.models.checkpoints import tiny_checkpoint
 from factories.models.model_types import CHUNK, WINDOW, check_ids, tiny_model_type
 from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.common.errors import StartupError
+from penstock.generation.attention.transformers_interface import PagedStep
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
 from penstock.generation.models import self_check, transformers_fallback
 from penstock.generation.models.recording import Recording, record
@@ -168,8 +169,8 @@ def test_the_self_check_looks_at_modules_that_attend_by_themselves(
 def test_the_self_check_names_the_first_layer_that_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    def wrong(*arguments: Any) -> Recording:
-        found = record(*arguments)
+    def wrong(*arguments: Any, **named: Any) -> Recording:
+        found = record(*arguments, **named)
         # Its first layer with a window or chunks is 0.
         return replace(found, calls=tuple(replace(call, window=None, chunk=None) for call in found.calls))
 
@@ -179,6 +180,20 @@ def test_the_self_check_names_the_first_layer_that_differs(
     with pytest.raises(StartupError, match=f"self-check of model_type '{kind}' failed: layer 0 differs"):
         load(folder)
     load(folder, replace(FALLBACK, self_check=False))
+
+
+def test_the_self_check_looks_at_the_positions_that_an_indexer_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than the check has tokens.
+    folder = tiny_model_type(tmp_path, "axk2", index_topk=64)
+    model = load(folder)
+    assert model.config.index is not None
+    assert (model.config.index.most, model.config.index.num_layers) == (64, model.config.num_layers)
+    assert "indexer" in model.unsupported["output.output_attentions"]
+    monkeypatch.setattr(PagedStep, "sparse_sequences", lambda *_: iter(()))
+    with pytest.raises(StartupError, match="self-check of model_type 'axk2' failed: layer 0 differs"):
+        load(folder)
 
 
 @pytest.mark.parametrize("floor_scale", [16, pytest.param(64, marks=pytest.mark.slow)])
