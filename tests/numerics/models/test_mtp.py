@@ -27,10 +27,7 @@ from transformers import PreTrainedModel
 
 FAMILIES = (
     *(("deepseek_v3", False), ("deepseek_v3", True), ("qwen3_5_text", True), ("qwen3_next", True)),
-    *(
-        pytest.param(one, True, marks=pytest.mark.slow)
-        for one in ("glm4_moe_lite", "deepseek_v32", "qwen3_5_moe_text")
-    ),
+    *(pytest.param(one, True, marks=pytest.mark.slow) for one in ("glm4_moe_lite", "deepseek_v32", "qwen3_5_moe_text")),
 )
 EPS = 1e-6
 

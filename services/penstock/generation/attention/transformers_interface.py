@@ -217,12 +217,12 @@ class PagedStep:
         if plan.rows is None:
             return any_block.forward(q_THD, k_TKD, v_TKD, layer, self._chosen[1], kv.by_slot)
         out_THD = torch.empty_like(q_THD)
-        rows = (x[plan.rows] for x in (q_THD, k_TKD, v_TKD))
-        out_THD[plan.rows] = any_block.forward(*rows, layer, self._chosen[1], kv.by_slot)
+        q, k, v = (x[plan.rows] for x in (q_THD, k_TKD, v_TKD))
+        out_THD[plan.rows] = any_block.forward(q, k, v, layer, self._chosen[1], kv.by_slot)
         if split.dense is not None:
             part, dense = split.dense
-            rows = (x[dense] for x in (q_THD, k_TKD, v_TKD))
-            out_THD[dense] = attention.forward(*rows, layer, part, kv)
+            q, k, v = (x[dense] for x in (q_THD, k_TKD, v_TKD))
+            out_THD[dense] = attention.forward(q, k, v, layer, part, kv)
         return out_THD
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,9 @@ class Eagle3Head(DraftHead):
         )
         self._fused = fused_head(layer, parts, rotary, self._attention)
         # Of drafts; None: none that the fused layer can read.
-        self._embedding = None if self._fused is None or self._table is None else (self._fused.decoder, self._table)
+        self._embedding: tuple[Any, Tensor | None] | None = None
+        if self._fused is not None and self._table is not None:
+            self._embedding = self._fused.decoder, self._table
         self.served_ids = weights.served_ids(device.torch_device)
         self.num_bytes, self.num_parameters = weights.num_bytes, weights.num_parameters
 

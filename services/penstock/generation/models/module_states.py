@@ -43,7 +43,8 @@ def _moved(block: Any, number: int, own: Callable[..., Any]) -> Callable[..., An
         block.conv1d_state, recurrent.recurrent_states = states.conv_states[0], states.recurrent_states[0]
         found = own(*arguments, cache=cache, **named)
         states.conv_states[0], states.recurrent_states[0] = block.conv1d_state, recurrent.recurrent_states
-        block.conv1d_state = recurrent.recurrent_states = None
+        nothing: Any = None
+        block.conv1d_state = recurrent.recurrent_states = nothing
         return found
 
     return forward

@@ -92,7 +92,7 @@ _PLAIN = OwnCall()
 
 def _by_heads(x_BTE: Tensor, width: int) -> Tensor:
     """Return (B, heads, T, width)."""
-    return x_BTE.unflatten(-1, (-1, width)).transpose(1, 2)
+    return x_BTE.reshape(*x_BTE.shape[:-1], -1, width).transpose(1, 2)
 
 
 def _like_bert(module: Any, attend: _Attend, config: Any) -> _Method:
@@ -172,7 +172,7 @@ def _falcon(module: Any, attend: _Attend, config: Any) -> _Method:
             parts: tuple[Tensor, ...] = module._split_heads(qkv_BTE)
             return parts
         # Its own way repeats keys and values for every head of theirs.
-        qkv = qkv_BTE.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
+        qkv = qkv_BTE.reshape(*qkv_BTE.shape[:-1], module.num_kv_heads, -1, module.head_dim)
         return qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
 
     def forward(

@@ -98,8 +98,8 @@ def record(causal: Any, num_layers: int, longest: int, *, has_indexers: bool = F
     hidden_states = None if keeps_states else output.hidden_states
     hidden: Tensor = output.last_hidden_state
     # Requests give rows of the hidden size.
-    is_whole = embeds is not None and causal.get_input_embeddings().weight.shape[1] == hidden.shape[2]
-    takes_embeds = is_whole and bool(torch.allclose(embeds, hidden, rtol=1e-3, atol=1e-3))
+    is_whole = causal.get_input_embeddings().weight.shape[1] == hidden.shape[2]
+    takes_embeds = embeds is not None and is_whole and bool(torch.allclose(embeds, hidden, rtol=1e-3, atol=1e-3))
     return Recording(
         decoder,
         calls,
@@ -174,6 +174,7 @@ class _Recorder:
 
     def _seen(self, attention_mask: Tensor | None, own_call: OwnCall | None) -> AttentionCall:
         """Return the sight of a call. Raises UnsupportedAttention for one that is not known here."""
+        seen: AttentionCall | UnsupportedAttention | None
         if own_call is not None:
             # Which of the masks it was given is not known: some modules change theirs.
             known = (_CAUSAL, replace(_CAUSAL, window=own_call.window))

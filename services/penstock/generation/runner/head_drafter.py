@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from penstock.common.block_hashes import chain_hash
 from penstock.generation.attention.host_kv import copy_blocks
 from penstock.generation.attention.to_device import uploaded
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import BlockCopy, DraftKind, SampledToken, ScheduledSequence
-from penstock.generation.engine.block_pool import BlockPool, chain_hash
+from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.models.fused_head import ChainLimits
 from penstock.generation.runner.draft_shadow import new_shadow, take_draft
