@@ -180,8 +180,8 @@ SAFEGUARDS = (
     ),
     Safeguard(
         "prefixes are shared within a tenant only",
-        _PENSTOCK + "generation/engine/block_pool.py",
-        "hashlib.sha256(_DOMAIN + salt.encode()).digest()",
+        _PENSTOCK + "common/block_hashes.py",
+        "hashlib.sha256(_DOMAIN + known.encode()).digest()",
         "hashlib.sha256(_DOMAIN).digest()",
         "tests/unit/generation/engine/test_scheduler.py::test_prefixes_are_not_shared_between_salts",
     ),

@@ -21,6 +21,7 @@ SHARED = (
     "penstock/common/hf_fields.py",
     "penstock/common/proxies.py",
     "penstock/common/request_context.py",
+    "penstock/common/shown_url.py",
     "penstock/common/units.py",
 )
 # Path in the repository -> in the wheel.

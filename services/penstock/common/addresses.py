@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import socket
 from dataclasses import dataclass
 
@@ -19,18 +18,6 @@ class BoundAddresses:
 
     grpc: str
     metrics: str | None
-
-
-def shown_url(url: str) -> str:
-    """Return a URL for messages: without user, password, query and fragment: each may hold a secret.
-
-    A URL that cannot be told apart from its password, for it has characters that it must not have, is its scheme alone.
-    """
-    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
-    place = re.split(r"[?#]", rest, maxsplit=1)[0]
-    if "@" in rest[len(place) :]:
-        return f"{scheme}{mark}…"
-    return f"{scheme}{mark}{place.rpartition('@')[2]}"
 
 
 def join_address(host: str, port: int) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from penstock.common.addresses import shown_url
 from penstock.common.environment import current_environment
+from penstock.common.shown_url import shown_url
 
 # In grpc's order: the first that is set, in lower case.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.common.addresses import shown_url
 from penstock.common.errors import StartupError
+from penstock.common.shown_url import shown_url
 from penstock.database.transactions import DatabaseFailed, Rows
 from penstock.database.work_thread import WorkThread
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from penstock.common.addresses import shown_url
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
+from penstock.common.shown_url import shown_url
 from penstock.gateway.response_store import StoreFailed
 
 if TYPE_CHECKING:

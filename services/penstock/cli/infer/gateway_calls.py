@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from penstock.cli.client.connection import ConnectionConfig
-from penstock.common.addresses import shown_url
 from penstock.common.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -24,6 +23,7 @@ from penstock.common.errors import (
     Unauthenticated,
     Unavailable,
 )
+from penstock.common.shown_url import shown_url
 
 # Bytes that are sent or read at once, and the longest answer that is read whole.
 _PIECE_BYTES, _MOST_ANSWER_BYTES = 256 << 10, 16 << 20

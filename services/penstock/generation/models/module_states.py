@@ -17,7 +17,7 @@ _TYPE = "recurrent_gemma"
 
 def move_states(causal: Any) -> None:
     """Let recurrent modules take their states from the cache that they are given, and leave them there, where it is
-    one of this package. Models whose modules keep none stay as they are."""
+    one of this package. Models of other types stay as they are."""
     if causal.config.model_type != _TYPE:
         return
     for number, layer in enumerate(causal.model.layers):

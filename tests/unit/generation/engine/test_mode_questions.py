@@ -84,9 +84,9 @@ def questions(source: str, classes: frozenset[str], *, may_make: bool = False) -
             case ast.Attribute():
                 old = {"beams", "contrastive", "assistance", "dola"}
                 is_old = node.attr in old and ast.unparse(node.value).split(".")[-1] in ("params", "modes")
-                # A class that is reached by its module; messages of protos have names of their own.
+                # A class that is reached by its module; messages of protos and torch's modules have names of their own.
                 owner = ast.unparse(node.value)
-                asked = is_old or (node.attr in classes and not may_make and not owner.endswith("_pb2"))
+                asked = is_old or (node.attr in classes and not may_make and not owner.endswith(("_pb2", "nn")))
             case _:
                 asked = False
         if asked:

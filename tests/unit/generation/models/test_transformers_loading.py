@@ -151,8 +151,8 @@ def test_an_encoder_is_told_what_would_make_it_a_decoder(tmp_path: Path) -> None
 def test_the_self_check_looks_at_modules_that_attend_by_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    def wrong(*arguments: Any) -> Recording:
-        found = record(*arguments)
+    def wrong(*arguments: Any, **named: Any) -> Recording:
+        found = record(*arguments, **named)
         changes = {"window": 5, "slopes": None}
         return replace(found, calls=tuple(replace(call, **changes) for call in found.calls))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from penstock.common.addresses import shown_url
+from penstock.common.shown_url import shown_url
 
 
 @pytest.mark.parametrize(
