@@ -101,7 +101,7 @@ class SimulatedBackend:
             gone, _ = self.cache.popitem(last=False)
             if gone in self.told:
                 self.told.remove(gone)
-                self._report(self.on_forget, gone)
+                self._call(self.on_forget, gone)
         return count
 
     def computed(self, blocks: list[int]) -> None:
@@ -109,10 +109,10 @@ class SimulatedBackend:
         for one in blocks:
             if one in self.cache and one not in self.told:
                 self.told.add(one)
-                self._report(self.on_register, one)
+                self._call(self.on_register, one)
 
     @staticmethod
-    def _report(hearers: list[Callable[[bytes], None]], block: int) -> None:
+    def _call(hearers: list[Callable[[bytes], None]], block: int) -> None:
         for hear in hearers:
             hear(block.to_bytes(8, "little"))
 

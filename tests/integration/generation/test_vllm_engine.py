@@ -225,7 +225,7 @@ async def test_without_the_protocol_there_are_no_names_of_vllm(folder: Path) -> 
         assert not [one.name for one in running.running.registry.collect() if one.name.startswith("vllm:")]
 
 
-async def test_cache_events_report_what_a_gateway_finds_by_a_prompt(folder: Path) -> None:
+async def test_a_gateway_finds_by_cache_events_what_a_prompt_has(folder: Path) -> None:
     """In the names of our own router: it reads the same events of vLLM."""
     async with generation_service(folder, vllm_engine=True) as running:
         size = (await running.model.GetModelInfo(model_pb2.GetModelInfoRequest())).kv.block_size

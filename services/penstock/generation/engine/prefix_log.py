@@ -21,7 +21,7 @@ MOST_TOLD = 4096
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """News for a reader: names of blocks that are found from now on, and of those that are not any more.
+    """News for one reader: names of blocks that are found from now on, and of those that are not any more.
 
     `begins_anew`: nothing that was told before counts.
     """

@@ -40,7 +40,7 @@ class BackendPool:
         resolver: Resolver = resolve,
     ) -> None:
         """Make it. `on_change`: some backend's state changed. `on_failure`: a bug ended a task that must not end.
-        `on_kept`: one of a crowd, too large to compare all of it, told of cached blocks with these names."""
+        `on_kept`: one of a crowd that is not compared as a whole told of cached blocks with these names."""
         self._config = config
         self._detokenizer = detokenizer
         self._metrics = metrics

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 HolderT = TypeVar("HolderT")
 # Backends of one prefix: those that got it last.
 _MOST_HOLDERS = 8
-# One in this number of the blocks that backends tell is remembered, by its name: a prefix has several.
+# Share of the blocks that backends tell: one in four is remembered, by its name. A prefix has several.
 _TOLD_SHARE = 4
 
 

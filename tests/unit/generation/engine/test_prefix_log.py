@@ -154,6 +154,6 @@ def test_new_weights_have_the_names_of_the_old_ones() -> None:
     assert set(log_of(engine).all()[0]) == before
 
 
-def test_without_a_prefix_cache_there_is_nothing_to_report() -> None:
+def test_without_a_prefix_cache_there_is_no_log() -> None:
     engine, _ = make_engine(engine_config(prefix_cache=False))
     assert engine.prefix_log is None
