@@ -97,7 +97,7 @@ class KvEventStream:
         self._batches: deque[smg_common_pb2.KvEventBatch] = deque(maxlen=_MOST_BATCHES)
         self._next = 1
 
-    async def read(self, start: int) -> AsyncGenerator[smg_common_pb2.KvEventBatch, None]:
+    async def read(self, start: int) -> AsyncGenerator[smg_common_pb2.KvEventBatch]:
         """Yield batches from number `start` on, as far as they are kept; 0, or a number of another process: from now
         on."""
         changed = self._hub.watch()
