@@ -28,7 +28,7 @@ from factories.engine.host_pools import HOSTS, AnyPolicy, host_fields
 from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, ResourceExhausted
 from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.cache_group import CacheGroup
-from penstock.generation.core.decoding_mode import GuidanceOptions
+from penstock.generation.core.decoding_mode import EarlyStopping, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.block_pool import BlockPool
@@ -50,7 +50,11 @@ MODES: tuple[dict[str, Any], ...] = (
     {"mode": AssistanceOptions(ngram_memory_num_tokens=5, ngram_memory_match=2), "do_sample": True},
     {"mode": AssistanceOptions(lookahead_window=4, lookahead_ngram_size=3)},
     {"mode": AssistanceOptions(num_assistant_tokens=3, confidence_threshold=0.0), "do_sample": True},
+    {"mode": BeamOptions(4), "do_sample": True},
+    {"mode": BeamOptions(3, constraints=(((7,),), ((8, 9), (10,))), early_stopping=EarlyStopping.NEVER)},
     {"guidance": GuidanceOptions(2.0, (7, 8, 9, 7))},
+    # It shares its beginning with prompts.
+    {"guidance": GuidanceOptions(2.0, (1, 2, 3, 4, 5, 6, 7, 8, 9, 1)), "do_sample": True},
     {"guidance": GuidanceOptions(2.0), "do_sample": True, "num_return_sequences": 2},
     {"prompt_logprobs": 0},
 )

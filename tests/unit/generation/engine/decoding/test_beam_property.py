@@ -1,15 +1,14 @@
-"""Beam modes keep the engine's promise: what a request gives depends neither on what else runs nor on how it is cut."""
+"""Beam modes in pools that hardly hold them: the same sequences and scores. What else runs beside them, and how they
+are cut, is drawn in test_interleavings.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import Answer, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.decoding_mode import EarlyStopping
-from penstock.generation.engine.acceptance import check_capacity
-from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.mode_registry import MODES
 
@@ -48,17 +47,6 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     } | draw(st.one_of(beam_options(), beam_options(), st.just({"do_sample": True, "seed": 3})))
 
 
-tight = st.builds(
-    engine_config,
-    num_blocks=st.integers(8, 60),
-    block_size=st.integers(1, 5),
-    max_running_sequences=st.integers(4, 9),
-    max_batch_tokens=st.integers(9, 24),
-    prefix_cache=st.booleans(),
-    reserve_share=st.sampled_from([0.0, 0.2]),
-)
-
-
 def outcome(answer: Answer) -> list[Any]:
     assert answer.finished is not None
     return [answer.ids, answer.finished.sequences]
@@ -68,34 +56,6 @@ def alone(spec: dict[str, Any]) -> list[Any]:
     engine, _ = make_engine(ROOMY)
     item = request(**spec)
     return outcome(run(engine, item)[item.request_id])
-
-
-def fits(config: EngineConfig, spec: dict[str, Any]) -> bool:
-    item = request(**spec)
-    return (
-        MODES.blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens)
-        <= config.num_blocks
-    )
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(specs(), min_size=1, max_size=5), tight, st.lists(st.integers(0, 3), min_size=5, max_size=5))
-def test_the_same_sequences_and_scores_alone_batched_chunked_and_preempted(
-    drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]
-) -> None:
-    engine, _ = make_engine(config)
-    answers: dict[str, Answer] = {}
-    submitted = [(spec, request(**spec)) for spec in drawn if fits(config, spec)]
-    for (_, item), gap in zip(submitted, gaps, strict=False):
-        check_capacity(config, MODES, item)
-        engine.add(item)
-        for _ in range(gap):
-            collect(answers, engine.step())
-            engine.check_integrity()
-    run(engine, answers=answers)
-    for spec, item in submitted:
-        assert outcome(answers[item.request_id]) == alone(spec)
-    assert engine.load().kv_blocks_used == 0
 
 
 @settings(max_examples=20, deadline=None)

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from factories.engine.fake_engine import (
-    Answer,
-    collect,
     engine_config,
     is_unconditional,
     make_engine,
@@ -17,10 +15,7 @@ from factories.engine.fake_engine import (
     run,
 )
 from factories.engine.sequences import params, sequence
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
-from penstock.generation.core.request import Request
+from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables, FoundPrefix
@@ -148,55 +143,3 @@ def test_an_unconditional_branch_without_numbers_ends_its_request() -> None:
     assert finished is not None
     assert finished.error is not None
     assert finished.error.reason == "MODEL_OUTPUT_NAN"
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> dict[str, Any]:
-    head = draw(st.sampled_from([[], [1, 2, 3, 4, 5, 6, 7, 8, 9]]))
-    negative = draw(st.sampled_from([None, [], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1], [6] * 8]))
-    return {
-        "prompt": head + draw(st.lists(st.integers(0, 2), min_size=1, max_size=10)),
-        "max_new_tokens": draw(st.integers(1, 10)),
-        "num_return_sequences": draw(st.sampled_from([1, 1, 2])),
-        "do_sample": True,
-        "seed": draw(st.integers(0, 3)),
-        "eos_token_ids": draw(st.sampled_from([(), (3, 4, 5, 6, 7)])),
-        "guidance": NO_GUIDANCE if negative is None else guidance(*negative),
-        "priority": draw(st.integers(0, 2)),
-    }
-
-
-configs = st.builds(
-    engine_config,
-    num_blocks=st.integers(28, 60),
-    block_size=st.integers(1, 6),
-    max_running_sequences=st.integers(4, 9),
-    max_batch_tokens=st.integers(9, 40),
-    prefix_cache=st.booleans(),
-    reserve_share=st.sampled_from([0.0, 0.1]),
-)
-
-
-def fits(config: EngineConfig, item: Request) -> bool:
-    params = item.params
-    return MODES.blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(specs(), min_size=1, max_size=6), configs, st.data())
-def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
-    drawn: list[dict[str, Any]], config: EngineConfig, data: st.DataObject
-) -> None:
-    engine, _ = make_engine(config)
-    answers: dict[str, Answer] = {}
-    submitted = [(spec, item) for spec in drawn if fits(config, item := request(**spec))]
-    for _, item in submitted:
-        engine.add(item)
-        for _ in range(data.draw(st.integers(0, 4))):
-            collect(answers, engine.step())
-            engine.check_integrity()
-    run(engine, answers=answers)
-    for spec, item in submitted:
-        one = request(**spec)
-        assert answers[item.request_id].ids == run(make_engine(ROOMY)[0], one)[one.request_id].ids
-    assert engine.load().kv_blocks_used == 0
