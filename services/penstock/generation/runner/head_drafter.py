@@ -129,15 +129,12 @@ class HeadDrafter:
         """Number of blocks of the head's pool that sequences hold."""
         return self._tables.pool.num_used
 
-    @torch.inference_mode()
     def take(self, entries: Seq[EntryRows], rows_TKI: Tensor, embed: Embed) -> None:
         """See FeatureTap. Rows of prompts that go on are computed now, others when drafts are asked for."""
         self._embed = embed
         due: list[tuple[_Follower, Sequence]] = []
-        busy: set[int] = set()
         for entry, first_row in entries:
             own = entry.sequence
-            busy.update((own.seq_id, *(sibling.seq_id for sibling in entry.sample)))
             follower = self._following(own, entry.start)
             own_TKI = rows_TKI[first_row : first_row + entry.num_tokens]
             # A copy of some: the step's other rows would stay as long.
@@ -148,7 +145,9 @@ class HeadDrafter:
                     self._fork(follower, sibling)
             if not (entry.sample or entry.verifiers) or follower.num_waiting > _MOST_WAITING:
                 due.append((follower, own))
-        self._compute(due, busy)
+        if due:
+            busy = {one.seq_id for entry, _ in entries for one in (entry.sequence, *entry.sample)}
+            self._compute(due, busy)
 
     @torch.inference_mode()
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
@@ -295,6 +294,7 @@ class HeadDrafter:
         self._tables.fork(parent.rows, rows, parent.rows.num_computed_tokens)
         self._followers[sibling.seq_id] = _Follower(parent.first, rows, list(parent.waiting), parent.num_waiting)
 
+    @torch.inference_mode()
     def _compute(self, due: list[tuple[_Follower, Sequence]], busy: set[int]) -> None:
         """Compute rows with a next token that is known, of sequences that draw no drafts now. None of the step's
         sequences, `busy`, is forgotten for them."""
