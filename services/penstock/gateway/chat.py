@@ -26,7 +26,7 @@ from penstock.gateway.chat_tools import CustomPieces, call_shown, take_tools
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.followed import Followed
 from penstock.gateway.older_functions import ENDED_BY_CALL, function_call, function_call_delta
-from penstock.gateway.request_fields import Fields, checked, options_of
+from penstock.gateway.request_fields import Fields, checked, options_of, typed
 
 
 async def chat_completions(call: HttpCall) -> Answer:
@@ -34,6 +34,7 @@ async def chat_completions(call: HttpCall) -> Answer:
     fields = Fields(call)
     is_stream = fields.get("stream", bool, False)
     wants_usage = include_usage(fields)
+    _check_modalities(fields)
     options = options_of(fields, call)
     wants_logprobs = _take_logprobs(fields, options, call)
     stream = open_chat(fields, call, options)
@@ -74,8 +75,14 @@ def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncS
 
 def include_usage(fields: Fields) -> bool:
     """Take stream_options. Raises InvalidArgument."""
-    options = fields.maybe("stream_options", dict) or {}
-    return options.get("include_usage") is True
+    asked = (fields.maybe("stream_options", dict) or {}).get("include_usage")
+    return False if asked is None else typed(asked, bool, "stream_options.include_usage")
+
+
+def _check_modalities(fields: Fields) -> None:
+    """Take modalities. Raises InvalidArgument for an answer that is not text alone."""
+    if any(kind != "text" for kind in fields.maybe("modalities", list) or ()):
+        raise InvalidArgument("modalities", 'must be ["text"]: Penstock\'s models write text')
 
 
 def _take_logprobs(fields: Fields, options: dict[str, Any], call: HttpCall) -> bool:

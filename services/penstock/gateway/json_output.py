@@ -28,7 +28,7 @@ def read_form(form: Mapping[str, Any], at: str, *, nested: bool) -> tuple[str, s
     if kind == "json_object":
         if form.get("schema") is None:
             return "json_object", at, True
-        return "json_schema", f"{at}.schema", _strict(_schema(form, f"{at}.schema"), form)
+        return "json_schema", f"{at}.schema", _strict(form, at)
     if kind != "json_schema":
         raise InvalidArgument(f"{at}.type", "must be text, json_object or json_schema")
     if nested and form.get("json_schema") is not None:
@@ -36,7 +36,7 @@ def read_form(form: Mapping[str, Any], at: str, *, nested: bool) -> tuple[str, s
         at = f"{at}.json_schema"
     elif nested and "schema" not in form:
         at = f"{at}.json_schema"
-    return "json_schema", f"{at}.schema", _strict(_schema(form, f"{at}.schema"), form)
+    return "json_schema", f"{at}.schema", _strict(form, at)
 
 
 def read_settings(outputs: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
@@ -110,5 +110,8 @@ def _schema(form: Mapping[str, Any], name: str) -> Any:
     return schema
 
 
-def _strict(schema: Any, form: Mapping[str, Any]) -> Any:
-    return with_settings(schema, {"strict": True} if form.get("strict") is True else {})
+def _strict(form: Mapping[str, Any], at: str) -> Any:
+    schema, strict = _schema(form, f"{at}.schema"), form.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidArgument(f"{at}.strict", "must be true or false")
+    return with_settings(schema, {"strict": True} if strict else {})

@@ -58,6 +58,7 @@ _CHAT: Mapping[str, Schema] = {
     **_STREAM,
     "tool_choice": {"description": "auto, none, required, or a function by name."},
     "parallel_tool_calls": _kind("boolean", "false: at most one call."),
+    "modalities": _kind("array", "text alone.", items=TEXT),
     "functions": _kind("array", "OpenAI's form of tools before `tools`: one call at most.", items=OBJECT),
     "function_call": {"description": "auto, none, or a function of `functions` by name."},
     "reasoning_effort": TEXT,

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from penstock.common.errors import InvalidArgument
 from penstock.compat.option_names import ALIASES
+from penstock.gateway.chat import chat_completions
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import HttpCall
@@ -171,6 +172,27 @@ def test_messages_of_other_clients_are_understood() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
     assert call.ignored == ["messages[].annotations"]
+
+
+FORM = {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"modalities": "text"}, "modalities"),
+        ({"response_format": FORM}, "response_format.json_schema.strict"),
+    ],
+)
+async def test_a_flag_of_a_wrong_type_and_an_answer_that_is_not_text_are_refused(
+    body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await chat_completions(call_with(messages=[{"role": "user", "content": "Hi"}], **body))
+    assert caught.value.field == field
 
 
 def test_tools_are_functions() -> None:

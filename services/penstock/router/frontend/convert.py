@@ -74,7 +74,9 @@ def _check_tool_choice(request: text_pb2.ChatRequest) -> None:
     if not request.tools:
         raise InvalidArgument("tool_choice", "needs tools")
     if request.HasField("constraint"):
-        raise InvalidArgument("tool_choice", "cannot be combined with constraint: a grammar also forces the call")
+        raise InvalidArgument(
+            "tool_choice", "forces calls, and the answer has a constraint of its own, such as a JSON Schema"
+        )
     if request.continue_final_message:
         raise InvalidArgument("tool_choice", "cannot be combined with continue_final_message")
     name = request.tool_choice.function
