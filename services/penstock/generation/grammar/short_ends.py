@@ -24,6 +24,8 @@ _START = re.compile(r"^start:(.*)$", re.MULTILINE)
 _TOKEN = re.compile(r"<\[([0-9]+)\]>")
 _TERM = re.compile(rf"<\[([0-9]+)\]>|({_QUOTED})")
 _BRACKETS = ("}}}", "}}", "}]", "]}", "}", "]")
+# Ends of base64 behind one, two or three characters of a group.
+_PADDINGS = ('="', '=="', 'A=="')
 _JOINTS = (":", "@", ".", "-", "/")
 # A character that begins nothing: it may follow within a text alone.
 _FILLER = "~"
@@ -59,7 +61,8 @@ class ShortEnds:
         self._outer = [[int(token)] if token else spell(json.loads(literal)) for token, literal in terms]
         self._joints = [spell(one) for one in _JOINTS]
         self._values = [spell(one) for one in _VALUES]
-        self._outside = [*self._ends, *self._brackets, self._quote, *self._values]
+        paddings = [spell(one) for one in _PADDINGS]
+        self._outside = [*self._ends, *self._brackets, self._quote, *paddings, *self._values]
         started = time.thread_time()
         shortest = self.find(matcher, _MOST_TOKENS)
         is_slow = time.thread_time() - started > _MOST_SECONDS

@@ -30,7 +30,7 @@ class TokenRoom:
     the end's.
     """
 
-    __slots__ = ("_check_at", "_early", "_ends", "_gate", "_is_lost", "_left", "_path", "is_cut")
+    __slots__ = ("_check_at", "_early", "_ends", "_gate", "_is_lost", "_left", "_path", "_spare", "is_cut")
 
     def __init__(self, ends: ShortEnds, max_tokens: int, gate: ThoughtGate[bytes] | None = None) -> None:
         """`max_tokens`: of the output. `gate`: reader of the thought before the answer, which is not cut short."""
@@ -40,6 +40,8 @@ class TokenRoom:
         self._check_at = max_tokens
         # The end, while little room is left; None: there is enough, or no end fits.
         self._path: tuple[int, ...] | None = None
+        # Tokens that stay free behind the end: a token of a text in groups, such as base64, makes the end longer.
+        self._spare = _LAST
         self._is_lost = False
         # The limit dictated the end, or that no further part began.
         self.is_cut = False
@@ -51,6 +53,7 @@ class TokenRoom:
         twin._ends, twin._left, twin._early = self._ends, self._left, self._early
         twin._gate = None if self._gate is None else self._gate.copy()
         twin._check_at, twin._path, twin._is_lost, twin.is_cut = self._check_at, self._path, self._is_lost, self.is_cut
+        twin._spare = self._spare
         return twin
 
     @property
@@ -60,7 +63,7 @@ class TokenRoom:
 
     @property
     def _is_last_moment(self) -> bool:
-        return bool(self._path) and self._left - len(self._path or ()) <= _LAST
+        return bool(self._path) and self._left - len(self._path or ()) <= self._spare
 
     def begin(self, matcher: LLMatcher) -> None:
         """Search for an end before the first token where there is little room from the start."""
@@ -97,6 +100,8 @@ class TokenRoom:
     def _look(self, matcher: LLMatcher) -> None:
         """Search for the end, and settle when to search again."""
         path = self._ends.find(matcher, self._left)
+        if path and self._path:
+            self._spare = max(self._spare, len(path) - len(self._path) + _LAST)
         self._settle(None if path is None else len(path))
         is_tight = path is not None and self._left - len(path) <= self._early
         self._path = path if is_tight else None

@@ -250,3 +250,18 @@ def test_schemas_of_pydantic_models_end_in_time(number: int) -> None:
     text, state = drawn(grammar, 400, number)
     assert state.is_done, text[-200:]
     json.loads(text)
+
+
+@pytest.mark.parametrize("most", range(40, 60, 3))
+def test_a_text_that_may_end_at_some_of_its_places_alone_ends_in_time(most: int) -> None:
+    # From one character to the next the way to its end grows by several tokens.
+    data = {
+        "type": "object",
+        "properties": {"data": {"type": "string", "format": "base64"}, "note": {"type": "string"}},
+        "required": ["data", "note"],
+        "additionalProperties": False,
+    }
+    for seed in range(4):
+        text, state = drawn(compiled(schema(data)), most, seed, '{"data": "')
+        jsonschema.validate(json.loads(text), data)
+        assert state.is_cut
