@@ -4,6 +4,7 @@ among equals, and what the pool keeps."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,15 @@ class Step:
         assert found.dtype is torch.int32
         return [slots[:count].tolist() for slots, count in zip(found, plan.lens, strict=True)]
 
+    def of_prompts(self, choice: IndexChoice, most: int) -> list[list[list[int]]]:
+        """Return the positions that each row reads, by sequence, if contexts are expanded for any number of rows."""
+        split = split_sparse(replace(self.metadata, plans={}), most, self.kv.block_size, 1)
+        assert split is not None
+        return [
+            choice.of_prompt(self.queries.select(slice(one.first, one.last)), 1, one, self.kv, most).tolist()
+            for one in split.prompts
+        ]
+
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,6 +185,7 @@ def test_the_kernels_choose_the_positions_of_the_operators(instruction_set: str,
             most = source.choice([2, 9, 64, 69])
             expected = step.chosen(IndexChoice(), most)
             assert step.chosen(NativeIndexChoice(), most) == expected, (number, lengths, counts, dim, heads, most)
+            assert step.of_prompts(NativeIndexChoice(), most) == step.of_prompts(IndexChoice(), most)
 
 
 def test_the_pool_has_index_keys_of_layers_with_an_indexer(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class PromptPlan:
 
     first: int
     last: int
+    # Of the sequence alone.
+    metadata: AttentionMetadata
     # (C) slots of the context.
     slots_C: Tensor
 
@@ -92,7 +94,8 @@ def _split(metadata: AttentionMetadata, most: int, block_size: int, least_rows: 
         if length <= most:
             dense.append(index)
         elif least_rows is not None and count >= least_rows and length < LONG_CONTEXT * most:
-            prompts.append(PromptPlan(first, first + count, context_slots(metadata, index, block_size)))
+            own = metadata.select([index])[0]
+            prompts.append(PromptPlan(first, first + count, own, context_slots(metadata, index, block_size)))
         else:
             single.append(index)
         first += count

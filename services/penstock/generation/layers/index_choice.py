@@ -18,7 +18,8 @@ from typing_extensions import override
 from penstock.generation.attention.chosen_rows import context_slots
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.chosen_rows import SinglePlan
+    from penstock.generation.attention.base import AttentionMetadata
+    from penstock.generation.attention.chosen_rows import PromptPlan, SinglePlan
     from penstock.generation.attention.kv_cache import KVCachePool
 
 # Products of heads at once: those of a large step over a long context would take gigabytes.
@@ -56,34 +57,47 @@ class IndexChoice:
             first += count
         return torch.cat(found).to(torch.int32)
 
-    def of_prompt(self, queries: IndexQueries, place: int, slots_C: Tensor, kv: KVCachePool, most: int) -> Tensor:
-        """Return the positions (T, most) that the last rows of a context read."""
-        return chosen_positions(queries, kv.read_index(place, slots_C), most)
+    def of_prompt(self, queries: IndexQueries, place: int, plan: PromptPlan, kv: KVCachePool, most: int) -> Tensor:
+        """Return the positions (T, most) int64 that the rows of a prompt read. Where a row has fewer before it, its own
+        position stands for the missing ones."""
+        return chosen_positions(queries, kv.read_index(place, plan.slots_C), most)
 
 
 class NativeIndexChoice(IndexChoice):
-    """The choice by the kernels for single rows: a row's has the same bits in any step. Rows of prompts are products of
-    matrices, which torch's operators make faster."""
+    """The choice by the kernels: a row's has the same bits in any step."""
 
     # The bound of csrc/attention/index_scores.h.
     MAX_DIM = 256
 
     @override
     def of_singles(self, queries: IndexQueries, place: int, plan: SinglePlan, kv: KVCachePool, most: int) -> Tensor:
-        metadata, keys = plan.metadata, kv.index_key(place)
-        if keys.shape[-1] > self.MAX_DIM:
+        if kv.index_key(place).shape[-1] > self.MAX_DIM:
             return super().of_singles(queries, place, plan, kv, most)
-        found: Tensor = torch.ops.penstock.index_choice(
-            queries.q_THD,
-            queries.weight_TH,
-            keys,
-            metadata.block_tables,
-            metadata.query_start,
-            metadata.context_lens,
-            metadata.max_context_len,
-            most,
-        )
-        return found
+        return _by_kernels(queries, kv.index_key(place), plan.metadata, most, gives_slots=True)
+
+    @override
+    def of_prompt(self, queries: IndexQueries, place: int, plan: PromptPlan, kv: KVCachePool, most: int) -> Tensor:
+        if kv.index_key(place).shape[-1] > self.MAX_DIM:
+            return super().of_prompt(queries, place, plan, kv, most)
+        return _by_kernels(queries, kv.index_key(place), plan.metadata, most, gives_slots=False).long()
+
+
+def _by_kernels(
+    queries: IndexQueries, keys: Tensor, metadata: AttentionMetadata, most: int, *, gives_slots: bool
+) -> Tensor:
+    """Return the positions (T, most) int32 that the rows of `metadata` read, or their slots."""
+    found: Tensor = torch.ops.penstock.index_choice(
+        queries.q_THD,
+        queries.weight_TH,
+        keys,
+        metadata.block_tables,
+        metadata.query_start,
+        metadata.context_lens,
+        metadata.max_context_len,
+        most,
+        gives_slots,
+    )
+    return found
 
 
 def chosen_positions(queries: IndexQueries, key_CD: Tensor, most: int) -> Tensor:

@@ -80,7 +80,7 @@ class Indexer:
             singles = plan.over(self._choice.of_singles(own, self._place, plan, kv, most))
         for one in split.prompts:
             own = queries(slice(one.first, one.last))
-            position_TK = self._choice.of_prompt(own, self._place, one.slots_C, kv, most)
+            position_TK = self._choice.of_prompt(own, self._place, one, kv, most)
             prompts.append(chosen_prompt(one.first, one.slots_C, position_TK, x_TI.dtype))
         return ChosenPositions(singles, tuple(prompts))
 

@@ -63,7 +63,8 @@ static void score(const IndexArgs& a, int64_t seq, int64_t first, IndexWork& w) 
     }
     load_index_keys<T, MODE>(rows, D, w.k);
     // Rows before this tile do not see it.
-    for (int64_t row = first_row + std::max<int64_t>(0, t0 - first_pos); row < last_row; ++row) {
+    const int64_t from = std::max(a.first_row, first_row + std::max<int64_t>(0, t0 - first_pos));
+    for (int64_t row = from; row < std::min(last_row, a.last_row); ++row) {
       std::memset(w.sum, 0, sizeof(w.sum));
       for (int h0 = 0; h0 < H; h0 += HEADS) {
         const int heads = std::min(HEADS, H - h0);
@@ -91,7 +92,8 @@ static void score(const IndexArgs& a, int64_t seq, int64_t first, IndexWork& w) 
             *sum = fmadd(x < vf{} ? vf{} : x, splat(weights[h]), *sum);
           }
       }
-      std::memcpy(a.scores + row * a.scores_stride + t0, w.sum, sizeof(float) * rows.n);
+      std::memcpy(a.scores + (row - a.first_row) * a.scores_stride + t0, w.sum,
+                  sizeof(float) * rows.n);
     }
   }
 }
@@ -114,20 +116,21 @@ static inline uint32_t ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-void choose_slots(const IndexArgs& a, int64_t seq, int64_t row) {
+void choose_positions(const IndexArgs& a, int64_t seq, int64_t row) {
   const int64_t visible = a.context_lens[seq] - (a.query_start[seq + 1] - 1 - row), most = a.most;
   const int32_t* table = a.block_tables + seq * a.table_stride;
-  int32_t* to = a.slots + row * most;
-  const auto slot = [&](int64_t pos) {
-    return int32_t(table[pos / a.block_size] * a.block_size + pos % a.block_size);
+  int32_t* to = a.chosen + row * most;
+  const auto shown = [&](int64_t pos) {
+    return a.gives_slots ? int32_t(table[pos / a.block_size] * a.block_size + pos % a.block_size)
+                         : int32_t(pos);
   };
   if (visible <= most) {
-    for (int64_t pos = 0; pos < visible; ++pos) to[pos] = slot(pos);
+    for (int64_t pos = 0; pos < visible; ++pos) to[pos] = shown(pos);
     // These are not read.
-    std::fill(to + visible, to + most, slot(visible - 1));
+    std::fill(to + visible, to + most, shown(visible - 1));
     return;
   }
-  const float* scores = a.scores + row * a.scores_stride;
+  const float* scores = a.scores + (row - a.first_row) * a.scores_stride;
   // The most-th highest score, by its digits: 11, 11 and 10 bits.
   constexpr int BITS[] = {11, 11, 10};
   uint32_t known = 0, mask = 0;
@@ -152,7 +155,7 @@ void choose_slots(const IndexArgs& a, int64_t seq, int64_t row) {
     const bool is_equal = x == known;
     if (x > known || (is_equal && left > 0)) {
       left -= is_equal;
-      *to++ = slot(pos);
+      *to++ = shown(pos);
     }
   }
 }

@@ -23,18 +23,23 @@ void* index_scratch() {
   return memory.get();
 }
 
+// Scores in memory at once.
+constexpr int64_t MOST_SCORES = 1 << 24;
+
 at::Tensor index_choice(const at::Tensor& q, const at::Tensor& weights, const at::Tensor& keys,
                         const at::Tensor& tables, const at::Tensor& query_start,
-                        const at::Tensor& context_lens, int64_t longest, int64_t most) {
+                        const at::Tensor& context_lens, int64_t longest, int64_t most,
+                        bool gives_slots) {
   const int64_t T = q.size(0), H = q.size(1), D = q.size(2), S = context_lens.size(0);
   TORCH_CHECK(q.is_contiguous() && keys.is_contiguous() && weights.is_contiguous());
   TORCH_CHECK(keys.size(2) == D && D <= MAX_INDEX_DIM && keys.scalar_type() == q.scalar_type());
   TORCH_CHECK(weights.scalar_type() == at::kFloat && weights.size(0) == T && weights.size(1) == H);
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
   TORCH_CHECK(longest > 0 && most > 0);
-  auto scores = at::empty({T, longest}, weights.options());
-  auto slots = at::empty({T, most}, tables.options());
-  const IndexArgs args{
+  const int64_t each = std::min(T, std::max<int64_t>(1, MOST_SCORES / longest));
+  auto scores = at::empty({each, longest}, weights.options());
+  auto chosen = at::empty({T, most}, tables.options());
+  IndexArgs args{
       .q = q.const_data_ptr(),
       .weights = weights.const_data_ptr<float>(),
       .keys = keys.const_data_ptr(),
@@ -44,32 +49,39 @@ at::Tensor index_choice(const at::Tensor& q, const at::Tensor& weights, const at
       .context_lens = context_lens.const_data_ptr<int32_t>(),
       .scores = scores.data_ptr<float>(),
       .scores_stride = longest,
-      .slots = slots.data_ptr<int32_t>(),
+      .chosen = chosen.data_ptr<int32_t>(),
       .most = most,
       .num_heads = int(H),
       .dim = int(D),
       .block_size = int(keys.size(1)),
       .is_bf16 = is_bf16(q),
+      .gives_slots = gives_slots,
   };
-  // (sequence, first position), then (sequence, row).
-  std::vector<std::pair<int64_t, int64_t>> spans, rows;
-  for (int64_t s = 0; s < S; ++s) {
-    TORCH_CHECK(args.context_lens[s] <= longest);
-    for (int64_t first = 0; first < args.context_lens[s]; first += INDEX_SPAN)
-      spans.emplace_back(s, first);
-    for (int64_t row = args.query_start[s]; row < args.query_start[s + 1]; ++row)
-      rows.emplace_back(s, row);
+  TORCH_CHECK(args.query_start[0] == 0 && args.query_start[S] == T);
+  for (int64_t s = 0; s < S; ++s) TORCH_CHECK(args.context_lens[s] <= longest);
+  for (int64_t begin = 0; begin < T; begin += each) {
+    args.first_row = begin, args.last_row = std::min(T, begin + each);
+    // (sequence, first position), then (sequence, row).
+    std::vector<std::pair<int64_t, int64_t>> spans, rows;
+    for (int64_t s = 0; s < S; ++s) {
+      const int64_t last = std::min<int64_t>(args.query_start[s + 1], args.last_row);
+      int64_t row = std::max<int64_t>(args.query_start[s], args.first_row);
+      if (row >= last) continue;
+      for (; row < last; ++row) rows.emplace_back(s, row);
+      // Nothing behind the last of these rows.
+      const int64_t seen = args.context_lens[s] - (args.query_start[s + 1] - last);
+      for (int64_t first = 0; first < seen; first += INDEX_SPAN) spans.emplace_back(s, first);
+    }
+    at::parallel_for(0, spans.size(), 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i)
+        KERNEL(score_positions)(args, spans[i].first, spans[i].second, index_scratch());
+    });
+    at::parallel_for(0, rows.size(), 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i)
+        KERNEL(choose_positions)(args, rows[i].first, rows[i].second);
+    });
   }
-  TORCH_CHECK(int64_t(rows.size()) == T);
-  at::parallel_for(0, spans.size(), 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
-      KERNEL(score_positions)(args, spans[i].first, spans[i].second, index_scratch());
-  });
-  at::parallel_for(0, rows.size(), 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
-      KERNEL(choose_slots)(args, rows[i].first, rows[i].second);
-  });
-  return slots;
+  return chosen;
 }
 
 }  // namespace
@@ -77,7 +89,7 @@ at::Tensor index_choice(const at::Tensor& q, const at::Tensor& weights, const at
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "index_choice(Tensor q, Tensor weights, Tensor keys, Tensor tables, Tensor query_start, "
-      "Tensor context_lens, int longest, int most) -> Tensor");
+      "Tensor context_lens, int longest, int most, bool gives_slots) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) { m.impl("index_choice", index_choice); }
 
