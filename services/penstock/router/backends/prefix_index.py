@@ -89,10 +89,11 @@ class PrefixIndex:
         if begins_anew:
             told.clear()
         told.difference_update(gone)
-        # Of a pool with more blocks than are remembered the rest is as if it were not told.
-        told.update(kept[: max(self._most_told - len(told), 0)])
+        # Of a pool with more blocks than are remembered the rest is as if it were not told: what was sent is known.
+        taken = kept[: max(self._most_told - len(told), 0)]
+        told.update(taken)
         if sent:
-            for names in (kept, gone):
+            for names in (taken, gone):
                 for name in names:
                     sent.pop(name, None)
 

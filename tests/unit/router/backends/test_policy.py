@@ -195,6 +195,14 @@ def test_what_was_sent_counts_until_the_backend_tells_of_it() -> None:
     assert index.match(PROMPT) == 4
 
 
+def test_what_was_sent_stays_known_where_there_is_no_room_for_what_is_told() -> None:
+    index = PrefixIndex(100, most_told=3)
+    index.take([101, 102, 103], [], begins_anew=True)
+    index.add(PROMPT)
+    index.take(PROMPT, [], begins_anew=False)
+    assert index.match(PROMPT) == 4
+
+
 def test_what_is_told_is_bounded() -> None:
     index = PrefixIndex(100, most_told=3)
     index.take(PROMPT, [], begins_anew=True)
