@@ -223,6 +223,8 @@ class BatchRunner:
         now = time.monotonic()
         # One at a time until an answer comes: the others of the batch would probably be refused, too.
         room = {batch_id: int(now >= pause.until) for batch_id, pause in self._pauses.items()}
+        # A store that fails is asked again at the next poll, and not at once.
+        self._has_more = False
         lines = await self._batches.take(self._holder, free, in_flight, room)
         self._has_more = len(lines) == free
         for line in lines:

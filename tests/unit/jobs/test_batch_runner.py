@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from factories.servers.router import until
+from penstock.database.transactions import DatabaseFailed
 from penstock.jobs.batch_runner import Answerer, BatchRunner, LineOutcome
 from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import FileStore
@@ -87,3 +89,22 @@ async def test_beside_a_caller_the_next_line_starts_in_its_turn_without_a_poll()
         async with ended_batch(answer, pace) as (batch, _):
             assert batch.completed == 3
             assert 0.0 <= pace.wait_seconds() <= 0.005
+
+
+async def test_a_store_that_fails_is_asked_again_at_the_next_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = Counter[str]()
+
+    async def answer(_line: TakenLine, _: bytes) -> LineOutcome:
+        async def fail(*_: object) -> list[TakenLine]:
+            failures["take"] += 1
+            raise DatabaseFailed("down")
+
+        monkeypatch.setattr(BatchStore, "take", fail)
+        return LineOutcome(200, "r", b"{}")
+
+    async with ended_batch(answer, StartPace(0.0, 0.0)):
+        await until(lambda: failures["take"] > 0)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        # One for each line that ended, and some for what else there was.
+        assert failures["take"] < 10
