@@ -12,15 +12,16 @@ import pytest
 import torch
 from factories.engine.modes import load_service
 from factories.models.checkpoints import tiny_checkpoint
-from factories.models.model_types import check_ids
+from factories.models.model_types import check_ids, tiny_model_type
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from factories.models.paged import PagedDriver, PagedSequence
-from factories.models.run_kernels import cpu_device
+from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.generation.attention import chosen_rows
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.chosen_rows import split_sparse
 from penstock.generation.attention.index_keys import IndexRows
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.layers.index_choice import (
     IndexChoice,
     IndexQueries,
@@ -30,6 +31,7 @@ from penstock.generation.layers.index_choice import (
 )
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
+from penstock.generation.startup.load_again import load_again
 from torch import Tensor
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -214,6 +216,17 @@ def test_quantised_weights_leave_the_indexer_alone(tmp_path: Path) -> None:
         found.append(driver.kv.index_key(0).flatten(0, 1))
     # Of the first layer, which reads embeddings.
     torch.testing.assert_close(found[0], found[1], equal_nan=True)
+
+
+def test_indexers_of_the_fallback_are_read_again(tmp_path: Path) -> None:
+    folder = tiny_model_type(tmp_path, "axk2")
+    loaded = load_service(folder, self_check=False)
+    config = GenerationServiceConfig(
+        model=str(folder), kernels=KERNELS, threads=1, dtype="float32", kv_memory="1MiB", self_check=False
+    )
+    fresh = load_again(config, loaded, lambda *_: None)
+    assert fresh.weights.model is not loaded.weights.model
+    assert fresh.weights.model.config == loaded.weights.model.config
 
 
 def test_attentions_are_refused_by_name(tmp_path: Path) -> None:

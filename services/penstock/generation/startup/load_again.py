@@ -21,7 +21,7 @@ from penstock.generation.weights.sharding import FLAG
 
 # Fields of ModelConfig that loading sets, and those that it sets in the fallback.
 _LOADED = ("dtype", "num_parameters", "weight_forms")
-_RECORDED = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
+_RECORDED = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "index")
 
 
 def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: CountBytes) -> LoadedModel:
