@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -125,8 +126,9 @@ def test_sentencepiece_ids_are_those_of_the_original(tmp_path: Path) -> None:
     facts |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0}
     found, settings = converted(tmp_path, facts)
     expected = Tokenizer.from_file(str(path))
-    # transformers 5 wrote this file: sentencepiece and llama.cpp begin a text that begins with a space with two.
-    check(found, expected, lambda line: line.lstrip(" ") or "_")
+    # transformers 5 wrote this file: sentencepiece and llama.cpp begin a text that begins with a space with two,
+    # and what follows a special token that is spelled with one more.
+    check(found, expected, lambda line: re.sub("</?(s|unk)>", "_", line).lstrip(" ") or "_")
     assert found.encode("<s> two").ids == [1, *found.encode("<s> two").ids[1:]]
     assert found.encode("Hello").ids == expected.encode("Hello").ids
     assert found.encode(" hi", add_special_tokens=False).tokens == ["▁", "▁hi"]
