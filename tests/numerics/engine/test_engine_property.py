@@ -1,4 +1,7 @@
-"""The engine's promise on a real model: the same ids alone, batched, chunked, preempted, prefix-hit and resumed."""
+"""The engine's promise on a real model: the same ids alone, in a crowd, preempted, prefix-hit and resumed.
+
+test_interleavings.py draws crowds of every mode, and all that happens beside them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, request, run
-from factories.engine.host_pools import configs_with_hosts
 from factories.engine.pools import unwritten_host_pool
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.run_kernels import cpu_device, new_runner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import FinishReason, Request
@@ -71,15 +73,6 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     } | (sampling if draw(st.booleans()) else {})
 
 
-tight = configs_with_hosts(
-    num_blocks=st.integers(26, 40),
-    block_size=st.integers(2, 5),
-    max_running_sequences=st.integers(4, 8),
-    max_batch_tokens=st.integers(8, 24),
-    prefix_cache=st.booleans(),
-)
-
-
 @dataclass
 class Coverage:
     """Events of the examples: the property says nothing if no request was preempted or shared a prefix."""
@@ -119,18 +112,6 @@ def check_together(
         assert answers[item.request_id].ids == alone(model, spec).ids
     assert engine.load().kv_blocks_used == 0
     coverage.add(engine)
-
-
-@pytest.mark.slow
-def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM) -> None:
-    """test_interleavings.py has every mode, and more that happens; here the drawn requests become few and short."""
-
-    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-    @given(st.lists(specs(), min_size=2, max_size=7), tight, st.lists(st.integers(0, 2), min_size=7, max_size=7))
-    def check(drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]) -> None:
-        check_together(model, drawn, config, gaps, Coverage())
-
-    check()
 
 
 def test_a_crowd_that_is_preempted_and_shares_prefixes_gives_the_ids_of_each_alone(model: CausalLM) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, run
 from factories.engine.host_pools import HOSTS, AnyPolicy, host_fields
-from factories.engine.mixed import Draw, drafted, mixed_request, structured
+from factories.engine.mixed import Draw, drafted, mixed_request, structured, textual
 from factories.engine.modes import ROOMY, load_service, new_engine, prepare, to_message
 from factories.engine.pools import spoil, unwritten_host_pool
 from factories.models.adapters import LAYER_TARGETS, lora_folder, read_adapter
@@ -98,15 +98,24 @@ def _served(folder: Path, first: Path, second: Path, draft: Path, extra: Callabl
     return Served((loaded, other), adapters, lambda random: mixed_request(random, modes))
 
 
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def _random(folder: Path, kind: str) -> Served:
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("models")
     first, second, draft = (
-        golden_checkpoint(folder / name, "golden-qwen2", noise=noise)
+        golden_checkpoint(folder / name, kind, noise=noise)
         for name, noise in (("model", 0.0), ("other", 0.3), ("draft", 0.05))
     )
     return _served(folder, first, second, draft, lambda name: {"drafted": drafted(name)})
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return _random(tmp_path_factory.mktemp("models"), "golden-qwen2")
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Eight layers, so that DoLa has some to contrast."""
+    return _random(tmp_path_factory.mktemp("deep"), "golden-deep")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +123,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Served:
     torch.set_num_threads(1)
     folder, own = tmp_path_factory.mktemp("models"), demo_folder()
     # No second checkpoint of its shape: a reload reads the same weights.
-    return _served(folder, own, own, own, lambda name: {"structured": structured(name), "drafted": drafted(name)})
+    return _served(
+        folder,
+        own,
+        own,
+        own,
+        lambda name: {"structured": structured(name), "drafted": drafted(name), "textual": textual},
+    )
 
 
 def message(spec: Spec) -> Any:
@@ -566,6 +581,8 @@ def check_answer(found: Answer, alone: Answer, spec: Spec, item: Request, *, is_
     assert found.ids == alone.ids, spec
     for one, other in zip(found.finished.sequences, alone.finished.sequences, strict=True):
         assert (one.index, one.reason, one.num_tokens) == (other.index, other.reason, other.num_tokens), spec
+        assert (one.stop_token_id, one.stop_string) == (other.stop_token_id, other.stop_string), spec
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=TOLERANCE), spec
 
 
 def tight(random: Random) -> EngineConfig:
@@ -597,7 +614,9 @@ def check(served: Served, alone: Alone, seed: int, num_events: int) -> Counter[s
         swaps=stats.swaps,
         prefix_hit_tokens=stats.prefix_hit_tokens,
         host_prefix_hit_tokens=stats.host_prefix_hit_tokens,
+        copy_on_write_blocks=stats.copy_on_write_blocks,
         accepted_draft_tokens=stats.accepted_draft_tokens,
+        rejected_draft_tokens=stats.rejected_draft_tokens,
     )
 
 
@@ -606,6 +625,7 @@ def test_whatever_happens_every_answer_is_the_one_alone(random_model: Served) ->
     for seed in (1, 2):
         seen += check(random_model, alone, seed, 120)
     wanted = ("submitted", "preemptions", "prefix_hit_tokens", "aborted", "adapters_loaded", "named_tokens")
+    wanted += ("copy_on_write_blocks", "rejected_draft_tokens")
     assert min(seen[what] for what in wanted) > 0, seen
 
 
@@ -617,6 +637,12 @@ def test_whatever_happens_for_long(random_model: Served, first: int) -> None:
         seen += check(random_model, Alone(random_model), 1000 + seed, 250)
     rare = ("reloaded", "swaps", "aborted_while_swapped", "host_prefix_hit_tokens", "claimed", "slots_full")
     assert min(seen[what] for what in rare) > 0, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_on_many_layers(deep_model: Served, seed: int) -> None:
+    check(deep_model, Alone(deep_model), seed, 150)
 
 
 @pytest.mark.slow
