@@ -103,6 +103,9 @@ class AttentionKeeper(Attention):
             scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * layer.scale
             if layer.softcap:
                 scores_KGC = layer.softcap * (scores_KGC / layer.softcap).tanh_()
+            if layer.slopes is not None:
+                behind_C = torch.arange(1 - one.context, 1, device=scores_KGC.device)
+                scores_KGC += layer.slopes.view(*scores_KGC.shape[:2], 1) * behind_C
             if layer.window is not None and one.context > layer.window:
                 scores_KGC[:, :, : one.context - layer.window] = -torch.inf
             found.append(softmax_with_sinks(scores_KGC.flatten(0, 1), layer.sinks))

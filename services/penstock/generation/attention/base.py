@@ -203,6 +203,8 @@ class AttentionLayer:
     softcap: float = 0.0
     # (H) float32: a sink of each head, a score that takes weight and has no value.
     sinks: Tensor | None = None
+    # (H) float32: scores of a key get slope * its position, from the row's own on (ALiBi).
+    slopes: Tensor | None = None
     # Dims of the outputs that are read, the first ones; an implementation may leave out the others. 0: all.
     value_dim: int = 0
     # This layer without norms, for rows that were normed over all heads; None: it does not norm so.
@@ -216,8 +218,8 @@ class AttentionLayer:
 
     @property
     def changes_scores(self) -> bool:
-        """True where scores have a soft cap or sinks, which few operators know."""
-        return bool(self.softcap) or self.sinks is not None
+        """True where scores have a soft cap, sinks or slopes, which few operators know."""
+        return bool(self.softcap) or self.sinks is not None or self.slopes is not None
 
     def whole_norms(self, qkv_TE: Tensor) -> AttentionLayer:
         """Norm q and k over all their heads, in place. Return this layer without norms."""

@@ -92,5 +92,6 @@ class NativeAttention(Attention):
             layer.softcap,
             layer.sinks,
             layer.value_dim,
+            layer.slopes,
         )
         return out

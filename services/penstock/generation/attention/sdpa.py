@@ -40,6 +40,8 @@ class Group:
     slots: Tensor | None
     # (N, 1, query_len, C) additive; None: plain causal.
     mask: Tensor | None
+    # (N, C): positions of the keys, below 0 where there is none; None: those of the rows.
+    positions: Tensor | None = None
 
 
 class SDPAAttention(Attention):
@@ -143,16 +145,26 @@ def _attend_by_scores(
     q_NQKGD = q_RHD.reshape(shape)
     k_NCKD, v_NCKD = (x.view(group.num_seqs, -1, kv.num_kv_heads, head_dim) for x in (keys, values))
     out = torch.empty_like(q_NQKGD)
+    behind_NQC = _behind(group, q_RHD) if layer.slopes is not None else None
     for head in range(kv.num_kv_heads):
         q_GNQD = q_NQKGD[:, :, head].float().permute(2, 0, 1, 3)
         scores = torch.matmul(q_GNQD, k_NCKD[:, :, head].float().transpose(1, 2)) * layer.scale
         if layer.softcap:
             scores = layer.softcap * (scores / layer.softcap).tanh_()
+        own_heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
+        if layer.slopes is not None and behind_NQC is not None:
+            scores += layer.slopes[own_heads].view(-1, 1, 1, 1) * behind_NQC
         scores += mask
-        own = None if layer.sinks is None else layer.sinks[head * heads_per_kv : (head + 1) * heads_per_kv]
+        own = None if layer.sinks is None else layer.sinks[own_heads]
         weighted = torch.matmul(softmax_with_sinks(scores, own), v_NCKD[:, :, head].float())
         out[:, :, head] = weighted.permute(1, 2, 0, 3).to(out.dtype)
     return out.view(num_rows, num_heads, head_dim)
+
+
+def _behind(group: Group, rows: Tensor) -> Tensor:
+    """Return the positions (N, query_len, C) of the keys from each row's own on: small numbers, for small errors."""
+    positions_NC = torch.arange(len(rows), device=rows.device)[None] if group.positions is None else group.positions
+    return positions_NC[:, None] - positions_NC[:, -group.query_len :, None]
 
 
 def _plan(
@@ -223,7 +235,7 @@ def _group(
     source_NC = torch.where(position_NC >= 0, position_NC, length_N1 - 1)
     blocks_NC = metadata.block_tables[index_N].long().gather(1, source_NC // block_size)
     slots = (blocks_NC * block_size + source_NC % block_size).flatten()
-    return Group(len(members), query_len, rows, slots, mask)
+    return Group(len(members), query_len, rows, slots, mask, position_NC)
 
 
 def _rows(metadata: AttentionMetadata, members: list[int], query_len: int) -> Rows:

@@ -73,7 +73,7 @@ class AttentionCall:
     chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    # (H) float32: scores of a key at position p get slope * p (ALiBi). None: they do not.
+    # (H) float32: scores of a key get slope * its position, from the row's own on (ALiBi). None: they do not.
     slopes: Tensor | None = field(default=None, compare=False)
     # (H, positions) float32: what scores of the key at a position get. None: nothing.
     biases: Tensor | None = field(default=None, compare=False)
@@ -81,7 +81,7 @@ class AttentionCall:
     def is_plain(self, num_kv_heads: int) -> bool:
         """True when `Attention.forward` can compute it over a pool of `num_kv_heads`."""
         divides = num_kv_heads % self.num_kv_heads == 0 and self.num_heads % num_kv_heads == 0
-        return self.chunk is None and self.slopes is None and self.biases is None and divides
+        return self.chunk is None and self.biases is None and divides
 
 
 class BoundLayers:
@@ -117,6 +117,7 @@ class BoundLayers:
             call.window,
             softcap=softcap or 0.0,
             sinks=None if sinks_H is None else sinks_H.float(),
+            slopes=call.slopes,
         )
         self._known[index] = asked, sinks_H, layer
         return layer
@@ -347,12 +348,12 @@ def _attend(
         scores = (q @ k.transpose(-1, -2)).float().mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        biases = _biases(call, group.positions)
+        biases = _biases(call, group)
         # (N, K, heads of a key/value head, num_rows, C).
         split = (group.num_seqs, kv_heads, heads // kv_heads, group.num_rows, -1)
         scores = scores.view(split)
         if biases is not None:
-            scores += biases.view(group.num_seqs, kv_heads, heads // kv_heads, 1, -1)
+            scores += biases.unflatten(1, (kv_heads, heads // kv_heads))
         scores = scores.masked_fill_(group.unseen, -torch.inf)
         if sinks_H is None:
             weights = scores.softmax(-1)
@@ -364,13 +365,14 @@ def _attend(
     return out_THD
 
 
-def _biases(call: AttentionCall, positions_NC: Tensor) -> Tensor | None:
-    """Return what is added to scores by the keys' positions, (N, heads, C) in float32; None: nothing is."""
+def _biases(call: AttentionCall, group: _RowGroup) -> Tensor | None:
+    """Return what is added to scores by the keys' positions, (N, heads, 1 or num_rows, C) in float32; None: nothing."""
+    positions_NC = group.positions
     if call.biases is not None:
-        return call.biases[:, positions_NC.clamp(min=0)].transpose(0, 1)
+        return call.biases[:, positions_NC.clamp(min=0)].transpose(0, 1).unsqueeze(2)
     if call.slopes is not None:
-        # From the newest key on: small numbers have small errors.
-        return call.slopes[:, None] * (positions_NC - positions_NC[:, -1:]).unsqueeze(1)
+        behind_NQC = positions_NC[:, None] - positions_NC[:, -group.num_rows :, None]
+        return call.slopes.view(-1, 1, 1) * behind_NQC.unsqueeze(1)
     return None
 
 

@@ -149,7 +149,7 @@ def _gpt_neox_japanese(module: Any, attend: _Attend, config: Any) -> _Method:
 def _bloom(module: Any, attend: _Attend, config: Any) -> _Method:
     if module.pretraining_tp > 1 and module.slow_but_exact:
         raise UnsupportedAttention("its slow_but_exact multiplies by parts of matrices")
-    call = OwnCall(slopes=_alibi(module, config, 2, torch.float32)[:, 1])
+    call = OwnCall(slopes=_alibi(module, config, 2, torch.float32)[:, 1].contiguous())
 
     def forward(hidden_states: Tensor, residual: Tensor, **_: Any) -> tuple[Tensor, None]:
         heads = module._reshape(module.query_key_value(hidden_states))

@@ -45,6 +45,7 @@ def test_it_gives_what_the_general_operators_give(window: int | None) -> None:
     [
         (LOOSE, torch.float32, torch.float32, {"softcap": 20.0}),
         (LOOSE, torch.float32, torch.float32, {"sinks": torch.ones(HEADS)}),
+        (LOOSE, torch.float32, torch.float32, {"slopes": torch.ones(HEADS)}),
         (LOOSE, torch.float32, torch.int8, {}),
         (FlashLimits(), torch.float32, torch.float32, {}),
         # Blocks of another size than the operator's tiles.

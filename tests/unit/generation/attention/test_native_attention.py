@@ -19,8 +19,8 @@ from torch import Tensor
 
 dtypes = st.sampled_from(library.DTYPES)
 lengths = st.lists(st.integers(1, 200), min_size=1, max_size=4)
-# A soft cap, and whether there are sinks.
-scores = st.tuples(st.sampled_from([0.0, 0.0, 0.7, 4.0]), st.booleans())
+# A soft cap, and whether there are sinks or slopes.
+scores = st.tuples(st.sampled_from([0.0, 0.0, 0.7, 4.0]), st.sampled_from(["", "sinks", "slopes"]))
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
@@ -32,9 +32,9 @@ def num_blocks(shape: Shape, lengths: list[int]) -> int:
     return sum(-(-length // shape.block_size) for length in lengths) + 2
 
 
-def changed_scores(shape: Shape, softcap: float, has_sinks: bool) -> dict[str, Any]:
+def changed_scores(shape: Shape, softcap: float, own: str) -> dict[str, Any]:
     """Return fields of AttentionLayer."""
-    return {"softcap": softcap, "sinks": torch.randn(shape.heads) if has_sinks else None}
+    return {"softcap": softcap, **({own: torch.rand(shape.heads)} if own else {})}
 
 
 @settings(max_examples=30, deadline=None)
@@ -55,7 +55,7 @@ def check_reference(
     lengths: list[int],
     seed: int,
     has_norm: bool,
-    scores: tuple[float, bool],
+    scores: tuple[float, str],
     data: st.DataObject,
 ) -> None:
     torch.manual_seed(seed)
@@ -103,7 +103,7 @@ def check_composition(
     shape: Shape,
     lengths: list[int],
     seed: int,
-    scores: tuple[float, bool],
+    scores: tuple[float, str],
     data: st.DataObject,
 ) -> None:
     sequences = contexts(shape, lengths, dtype, seed)

@@ -36,7 +36,7 @@ def dense(
     row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])[None]
     seen = key <= row
     if call.slopes is not None:
-        scores = scores + call.slopes.view(-1, 1, 1) * key
+        scores = scores + call.slopes.view(-1, 1, 1) * (key - row)
     if call.biases is not None:
         scores = scores + call.biases[:, None, : q.shape[1]]
     if call.window is not None:

@@ -31,6 +31,8 @@ struct AttentionArgs {
   float softcap = 0.0f;  // not 0: scores s become softcap * tanh(s / softcap)
   // (H), null: none. A score of each head that takes weight and has no value.
   const float* sinks = nullptr;
+  // (H), null: none. A score of a key at position p gets slope * p.
+  const float* slopes = nullptr;
 };
 // Rows [first, first + count) of the rows of one sequence and key/value head: (query, head of the
 // group), query first. `heads` above 1 adds the same rows of the following heads: at most

@@ -20,7 +20,7 @@ struct DecodeWork {
   alignas(64) int32_t v[TILE * MAX_HEAD_DIM];
   vf sums[MAX_DECODE_ROWS];
   float high[MAX_DECODE_ROWS], scale[MAX_DECODE_ROWS], step[MAX_DECODE_ROWS];
-  float cap_by[MAX_DECODE_ROWS];
+  float cap_by[MAX_DECODE_ROWS], slope[MAX_DECODE_ROWS];
   int32_t bias[MAX_DECODE_ROWS];
   int64_t visible[MAX_DECODE_ROWS], oldest[MAX_DECODE_ROWS];
 };
@@ -160,6 +160,7 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
     const float step =
         load_row<T, MODE>(a, source, w.q + m * MAX_HEAD_DIM, 1, MAX_HEAD_DIM / 2, w.bias[m]);
     w.scale[m] = softmax_scale(a, step), w.cap_by[m] = cap_scale(a, step);
+    w.slope[m] = slope_of(a, head, w.scale[m]);
     w.high[m] = first_high(a, head, w.scale[m]), w.sums[m] = vf{};
     w.sums[m][0] = first_sum(a);
     w.visible[m] = pos + 1,
@@ -200,6 +201,14 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
         for (int t = 0; t < TILE; t += L) {
           vf* s = (vf*)(w.s + m * TILE + t);
           *s = capped(*s, splat(w.cap_by[m]), splat(a.softcap));
+        }
+    if (a.slopes != nullptr)
+      for (int m = 0; m < M; ++m)
+        for (int t = 0; t < n; t += L) {
+          const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+          vf* s = (vf*)(w.s + m * TILE + t);
+          *s = sloped(*s, splat(w.slope[m]), vi{} + int32_t(t0 + t) + lane,
+                      vi{} + int32_t(w.visible[m]));
         }
     for (int m = 0, fetched = TILE / 2; m < M; ++m) {
       for (; fetched < TILE / 2 + TILE / 2 * (m + 1) / M; ++fetched) next.fetch(fetched, D);

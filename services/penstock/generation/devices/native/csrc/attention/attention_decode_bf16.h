@@ -11,6 +11,8 @@ namespace NS {
 constexpr int RUN = 16;  // keys that lie in one block of the pool at a fixed distance
 constexpr int RUNS = TILE / RUN;
 constexpr int PAIRS_OF_RUN = RUN / 2;
+// Which of a pair's keys a lane has.
+constexpr vi PAIR = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
 
 // A tile's keys and values: `heads` heads of each from the address on.
 struct Paged {
@@ -43,7 +45,7 @@ struct Bf16DecodeHead {
   alignas(64) int32_t q[MAX_DECODE_ROWS * MAX_HEAD_DIM / 2];
   alignas(64) float o[MAX_DECODE_ROWS * MAX_HEAD_DIM];  // dims in the order of unpacked pairs
   vf sums[PAIRS_OF_RUN];
-  vf high;
+  vf high, slope;
 };
 constexpr int MOST_HEADS = 8;  // of a task
 // Lines of the data after attention that are prefetched at a time.
@@ -89,7 +91,7 @@ static void softmax_decode_bf16(Bf16DecodeWork& w, Bf16DecodeHead& h, const Bf16
   for (int i = 0; i < pairs; ++i) {
     vf x = *(vf*)(w.s + i * L);
     if constexpr (MASKED) {
-      const vi pos = vi{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1} + int32_t(t0 + 2 * i);
+      const vi pos = PAIR + int32_t(t0 + 2 * i);
       x = (pos < see) & (pos >= lanes.oldest) ? x : none;
       *(vf*)(w.s + i * L) = x;
     }
@@ -233,7 +235,9 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
     }
     std::memset(head.o, 0, sizeof(float) * M * DV);
     std::memset(head.sums, 0, sizeof(head.sums));
-    head.high = splat(-INFINITY);
+    head.high = splat(-INFINITY), head.slope = vf{};
+    for (int m = 0; m < M; ++m)
+      head.slope[m] = head.slope[m + MAX_DECODE_ROWS] = slope_of(a, head_of(h, m), lanes.scale[m]);
     for (int m = 0; m < M && a.sinks != nullptr; ++m) {
       head.sums[0][m] = first_sum(a);
       head.high[m] = head.high[m + MAX_DECODE_ROWS] = first_high(a, head_of(h, m), lanes.scale[m]);
@@ -269,6 +273,11 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
         for (int i = 0; i < (n + RUN - 1) / RUN * PAIRS_OF_RUN; ++i) {
           vf* s = (vf*)(w.s + i * L);
           *s = capped(*s, lanes.cap_by, splat(a.softcap));
+        }
+      if (a.slopes != nullptr)
+        for (int i = 0; i < (n + RUN - 1) / RUN * PAIRS_OF_RUN; ++i) {
+          vf* s = (vf*)(w.s + i * L);
+          *s = sloped(*s, head.slope, PAIR + int32_t(t0 + 2 * i), lanes.visible);
         }
       whole ? softmax_decode_bf16<false>(w, head, lanes, M, t0, n, DV)
             : softmax_decode_bf16<true>(w, head, lanes, M, t0, n, DV);

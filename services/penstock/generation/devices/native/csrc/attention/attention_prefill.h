@@ -23,7 +23,7 @@ struct PrefillWork {
   alignas(64) int32_t k[TILE * MAX_HEAD_DIM];
   alignas(64) int32_t v[TILE * MAX_HEAD_DIM];
   alignas(64) int32_t visible[NB][W], oldest[NB][W], bias[NB][W];
-  alignas(64) float scale[NB][W], cap_by[NB][W];
+  alignas(64) float scale[NB][W], cap_by[NB][W], slope[NB][W];
   vf high[NB][V], sums[NB][SUMS][V], step[V];
   int64_t first[NB], last[NB], whole_from[NB], whole_to[NB];
 };
@@ -121,7 +121,7 @@ static void start_block(const AttentionArgs& a, const AttentionTask& task, Prefi
   for (int r = 0; r < W; ++r) {
     const int row = b * W + r;
     w.visible[b][r] = INT32_MAX, w.oldest[b][r] = w.bias[b][r] = 0, w.scale[b][r] = 1.0f;
-    w.cap_by[b][r] = 0.0f;
+    w.cap_by[b][r] = w.slope[b][r] = 0.0f;
     if (row >= task.count) continue;
     // Rows are (query, head of the group), query first.
     const int64_t query = (task.first + row) / G, head = task.kv_head * G + (task.first + row) % G,
@@ -130,6 +130,7 @@ static void start_block(const AttentionArgs& a, const AttentionTask& task, Prefi
     const float step =
         load_row<T, MODE>(a, source, w.q[b] + r, W, MAX_HEAD_DIM / 4 * W, w.bias[b][r]);
     w.scale[b][r] = softmax_scale(a, step), w.cap_by[b][r] = cap_scale(a, step);
+    w.slope[b][r] = slope_of(a, head, w.scale[b][r]);
     w.high[b][r / L][r % L] = first_high(a, head, w.scale[b][r]);
     w.sums[b][0][r / L][r % L] = first_sum(a);
     const int64_t old = a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0;
@@ -248,6 +249,13 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
           for (int v = 0; v < V; ++v) {
             vf* s = (vf*)(w.s + t * W + v * L);
             *s = capped(*s, *(const vf*)(w.cap_by[b] + v * L), splat(a.softcap));
+          }
+      if (a.slopes != nullptr)
+        for (int t = 0; t < n; ++t)
+          for (int v = 0; v < V; ++v) {
+            vf* s = (vf*)(w.s + t * W + v * L);
+            *s = sloped(*s, *(const vf*)(w.slope[b] + v * L), vi{} + int32_t(t0 + t),
+                        *(const vi*)(w.visible[b] + v * L));
           }
       const bool whole = t0 >= w.whole_from[b] && t0 + n <= w.whole_to[b];
       whole ? softmax_tile<MODE, V, NB, false>(w, rows.v_scale, b, t0, n, DV)

@@ -366,6 +366,14 @@ static inline float first_high(const AttentionArgs& a, int64_t head, float scale
   return a.sinks == nullptr ? -INFINITY : a.sinks[head] * LOG2E / scale;
 }
 static inline float first_sum(const AttentionArgs& a) { return a.sinks == nullptr ? 0.0f : 1.0f; }
+// The slope of a row's head, on scores that softmax multiplies by `scale`.
+static inline float slope_of(const AttentionArgs& a, int64_t head, float scale) {
+  return a.slopes == nullptr ? 0.0f : a.slopes[head] * LOG2E / scale;
+}
+// Scores of keys at `pos` with their slopes, from the row's position on: `visible` is one more.
+static inline vf sloped(vf score, vf slope, vi pos, vi visible) {
+  return fmadd(to_floats(pos - visible + 1), slope, score);
+}
 
 // Tiles begin at multiples of TILE, with any rows in the task, so that a row's sums are cut at the
 // same keys everywhere; the first one may leave out keys that no row sees any more.

@@ -30,7 +30,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
                            const at::Tensor& tables, const at::Tensor& query_start,
                            const at::Tensor& context_lens, double scale, int64_t window,
                            double softcap, const std::optional<at::Tensor>& sinks,
-                           int64_t values_read) {
+                           int64_t values_read, const std::optional<at::Tensor>& slopes) {
   const int64_t T = q.size(0), H = q.size(1), D = q.size(2), K = keys.size(2),
                 S = context_lens.size(0);
   check_pool(q, keys, values, key_scales, value_scales);
@@ -38,6 +38,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
   TORCH_CHECK(softcap >= 0 && (!sinks || (sinks->is_contiguous() && sinks->numel() == H &&
                                           sinks->scalar_type() == at::kFloat)));
+  TORCH_CHECK(!slopes || (slopes->is_contiguous() && slopes->numel() == H &&
+                          slopes->scalar_type() == at::kFloat));
   TORCH_CHECK(values_read >= 0 && values_read <= D);
   // Outputs are turned back in the blocks of the whole head.
   const bool cuts = values_read > 0 && (!key_scales || values_read % turned_head(D) == 0);
@@ -66,6 +68,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
       .is_bf16 = is_bf16(q),
       .softcap = float(softcap),
       .sinks = sinks ? sinks->const_data_ptr<float>() : nullptr,
+      .slopes = slopes ? slopes->const_data_ptr<float>() : nullptr,
   };
   const std::vector<AttentionTask> tasks = attention_tasks(args, S, at::get_num_threads());
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
@@ -130,7 +133,7 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? "
       "value_scales, Tensor tables, "
       "Tensor query_start, Tensor context_lens, float scale, int window, float softcap=0.0, "
-      "Tensor? sinks=None, int values_read=0) -> Tensor");
+      "Tensor? sinks=None, int values_read=0, Tensor? slopes=None) -> Tensor");
   m.def(
       "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor(c!)? key_scales, "
