@@ -25,6 +25,9 @@ _MOST_KINDS = 1024
 # Lines of each level, as a multiple of the limit; debug has none. A start reports success for every backend and adapter
 # that it finds.
 _SHARES = {"info": 10, "warning": 1, "error": 1, "critical": 1}
+# Full kinds of one event, such as the reasons for which requests are refused. Beyond that many lines of an event, each of
+# its kinds has the limit of a warning: one caller can find dozens of reasons.
+_FULL_KINDS = 8
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class _Kind:
     left_out: int = 0
 
 
+@dataclass(slots=True)
+class _Event:
+    """Lines of all kinds of one event that were written since a time."""
+
+    since: float
+    written: int = 0
+
+
 class LineLimit:
     """Processor of structlog that omits lines of one kind beyond a limit, and counts them."""
 
@@ -60,6 +71,8 @@ class LineLimit:
         """Make it. `write` writes a warning with fields, past this processor; `drop` is raised for an omitted line."""
         self._bounds, self._write, self._drop, self._clock = bounds, write, drop, clock
         self._kinds: dict[Hashable, _Kind] = {}
+        # Component, level and place.
+        self._events: dict[Hashable, _Event] = {}
         # A handler of a signal may write a line in the middle of another.
         self._lock = threading.RLock()
         # Time of the next check for omitted lines; in a quiet log, its next line triggers the check.
@@ -81,9 +94,14 @@ class LineLimit:
             known = self._kinds.get(kind)
             if known is None or now - known.since >= self._bounds.seconds:
                 known = self._begin(kind, event, level, now, told)
+            of_event = self._event_of(kind, now)
+            if of_event.written >= _FULL_KINDS * most:
+                most = self._bounds.lines
             known.written += 1
             is_over = known.written > most
-            if is_over:
+            if not is_over:
+                of_event.written += 1
+            else:
                 known.left_out += 1
                 self._are_left_out = True
         for each in told:
@@ -105,6 +123,16 @@ class LineLimit:
         shown = str(event.get("component", "")), level, str(event.get("event", ""))[:MOST_EVENT_CHARS]
         made = self._kinds[kind] = _Kind(now, shown)
         return made
+
+    def _event_of(self, kind: Hashable, now: float) -> _Event:
+        """Return the count of a kind's event."""
+        event = kind[:3] if isinstance(kind, tuple) else kind
+        known = self._events.get(event)
+        if known is None or now - known.since >= self._bounds.seconds:
+            if known is None and len(self._events) >= _MOST_KINDS:
+                self._events.clear()
+            known = self._events[event] = _Event(now)
+        return known
 
     def _collect(self, now: float) -> list[dict[str, Any]]:
         """Return the omitted lines of the kinds with an ended period."""

@@ -133,6 +133,23 @@ def test_exceptions_of_other_types_or_places_and_other_reasons_are_other_kinds()
     assert len(log.lines) == 5
 
 
+def test_the_kinds_of_an_event_are_bounded_together_and_none_is_silent() -> None:
+    log = Log(lines=2)
+    reasons = [f"reason {number}" for number in range(30)]
+    for reason in reasons:
+        for _ in range(100):
+            log.write("request", "info", reason=reason)
+    log.write("another", "info", reason=reasons[0])
+    lines = [line["reason"] for line in log.lines if line["event"] == "request"]
+    # Eight have ten times the limit, the others the limit itself.
+    assert [lines.count(reason) for reason in reasons] == [20] * 8 + [2] * 22
+    assert log.events.count("another") == 1
+    log.now = 61.0
+    for _ in range(100):
+        log.write("request", "info", reason=reasons[20])
+    assert sum(line.get("reason") == reasons[20] for line in log.lines) == 2 + 20
+
+
 def test_so_many_kinds_are_told_apart_and_no_more() -> None:
     log = Log(lines=1)
     for number in range(5000):
