@@ -15,12 +15,20 @@ from torch import Tensor, nn
 
 from penstock.generation.attention.transformers_interface import PagedStep, step_of_thread
 from penstock.generation.core.index_heads import IndexHeads
+from penstock.generation.models.own_attention import class_key
 
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
 
-# What an attention module calls its indexer.
+# What an attention module calls its indexer, and the classes that choose single positions. Those of others choose
+# blocks, or keep more than keys: such models are refused by what their attention takes.
 _NAME = "indexer"
+_KNOWN = {
+    ("axk2", "AXK2Indexer"),
+    ("deepseek_v32", "DeepseekV32Indexer"),
+    ("glm_moe_dsa", "GlmMoeDsaIndexer"),
+    ("hy_v4", "HYV4Indexer"),
+}
 # Products of heads at once: the modules make those of all rows that they get.
 _MOST_PRODUCTS = 1 << 24
 
@@ -33,6 +41,8 @@ class PagedIndexers:
         self._layers, self.modules = list[bool](), list[nn.Module]()
         for layer in (module for module in causal.modules() if hasattr(module, _NAME)):
             own: Any = getattr(layer, _NAME)
+            if own is not None and class_key(own) not in _KNOWN:
+                continue
             self._layers.append(own is not None)
             if own is not None:
                 own.forward = _PagedIndexer(len(self.modules), own)

@@ -40,7 +40,7 @@ def take_over(causal: Any) -> None:
     Raises UnsupportedAttention for a module with a kind of attention that its stand-in does not have.
     """
     for module in list(causal.modules()):
-        prepare = _PREPARED.get(_key(module))
+        prepare = _PREPARED.get(class_key(module))
         if prepare is not None:
             prepare(module)
     config = causal.config
@@ -57,13 +57,13 @@ def reference_attention(causal: Any) -> str | None:
 
 def _own(causal: Any) -> Iterator[tuple[Any, _Row]]:
     for module in causal.modules():
-        row = _ROWS.get(_key(module))
+        row = _ROWS.get(class_key(module))
         if row is not None:
             yield module, row
 
 
-def _key(module: nn.Module) -> tuple[str, str]:
-    """Return the model's package in transformers and the name of the module's class."""
+def class_key(module: nn.Module) -> tuple[str, str]:
+    """Return the model's package in transformers and the name of the module's class; empty for a class of others."""
     kind = type(module)
     place = kind.__module__.removeprefix(_MODELS)
     return ("", "") if place == kind.__module__ else (place.partition(".")[0], kind.__name__)

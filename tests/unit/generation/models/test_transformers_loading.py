@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from factories.models.checkpoints import tiny_checkpoint
-from factories.models.model_types import CHUNK, WINDOW, check_ids, tiny_model_type
+from factories.models.model_types import CHUNK, LAYERS, WINDOW, check_ids, tiny_model_type
 from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.common.errors import StartupError
 from penstock.generation.attention.transformers_interface import PagedStep
@@ -194,6 +194,26 @@ def test_the_self_check_looks_at_the_positions_that_an_indexer_chooses(
     monkeypatch.setattr(PagedStep, "sparse_sequences", lambda *_: iter(()))
     with pytest.raises(StartupError, match="self-check of model_type 'axk2' failed: layer 0 differs"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("qwen4_exp_text", {}, "it makes attention masks by itself"),
+        (
+            "minimax_m3_vl_text",
+            {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
+            "its attention takes block_indices",
+        ),
+    ],
+)
+def test_indexers_that_do_not_choose_single_positions_are_refused(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], reason: str
+) -> None:
+    tiny_model_type(tmp_path, model_type, **fields)
+    with pytest.raises(StartupError, match=reason) as refused:
+        load(tmp_path)
+    assert refused.value.flag == "MODEL"
 
 
 @pytest.mark.parametrize("floor_scale", [16, pytest.param(64, marks=pytest.mark.slow)])
