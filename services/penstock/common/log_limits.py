@@ -25,8 +25,8 @@ _MOST_KINDS = 1024
 # Lines of each level, as a multiple of the limit; debug has none. A start reports success for every backend and adapter
 # that it finds.
 _SHARES = {"info": 10, "warning": 1, "error": 1, "critical": 1}
-# Full kinds of one event, such as the reasons for which requests are refused. Beyond that many lines of an event, each of
-# its kinds has the limit of a warning: one caller can find dozens of reasons.
+# Full kinds of one event, such as the reasons for which requests are refused. Beyond that many lines of an event, each
+# of its kinds has the limit of a warning: one caller can find dozens of reasons.
 _FULL_KINDS = 8
 
 

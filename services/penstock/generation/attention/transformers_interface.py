@@ -353,7 +353,7 @@ def _attend(
         split = (group.num_seqs, kv_heads, heads // kv_heads, group.num_rows, -1)
         scores = scores.view(split)
         if biases is not None:
-            scores += biases.unflatten(1, (kv_heads, heads // kv_heads))
+            scores += biases.reshape(biases.shape[0], kv_heads, heads // kv_heads, *biases.shape[2:])
         scores = scores.masked_fill_(group.unseen, -torch.inf)
         if sinks_H is None:
             weights = scores.softmax(-1)
