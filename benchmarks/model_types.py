@@ -155,6 +155,12 @@ def read_page(path: Path) -> dict[str, Row]:
     return rows
 
 
+def speeds_of(path: Path) -> str:
+    """Return the line of a page that tells when and where its speeds were measured; empty where there is none."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith("Measured ")), "")
+
+
 def page(rows: list[Row], options: argparse.Namespace) -> str:
     """Return the page."""
     facts = environment()
@@ -174,7 +180,7 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         *([f"{earlier} rows are of an earlier run, as their remarks say."] if earlier else ()),
         "What the routes are, and what becomes of the others: [models](../guide/models.md).",
         "",
-        f"Measured {facts['time']}, {facts['cpu']}, {options.kernels} kernels.",
+        options.measured or f"Measured {facts['time']}, {facts['cpu']}, {options.kernels} kernels.",
         "",
         "| `model_type` | class | route | ids | speed | remark |",
         "|---|---|---|---|---|---|",
@@ -211,6 +217,8 @@ def main(options: argparse.Namespace, _report: Report) -> None:
     device.start(num_threads=1, kernels=options.kernels)
     options.kernels = "C++" if device.instruction_set else "torch's"
     rows = read_page(options.page) if options.update else {}
+    # Ids alone say nothing of the machine that the speeds are of.
+    options.measured = speeds_of(options.page) if options.update and options.untimed else ""
     known: list[Any] = [*FAMILIES, *(name for name in model_types() if name not in FAMILIES)]
     for model_type in options.types or sorted(known):
         rows[model_type] = measure(model_type, device, options, rows.get(model_type, Row(model_type, "", "")))
