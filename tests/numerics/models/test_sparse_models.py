@@ -22,11 +22,13 @@ from penstock.generation.attention.chosen_rows import split_sparse
 from penstock.generation.attention.index_keys import IndexRows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.layers import index_choice
 from penstock.generation.layers.index_choice import (
     IndexChoice,
     IndexQueries,
     NativeIndexChoice,
     best_positions,
+    chosen_positions,
     index_scores,
 )
 from penstock.generation.models.decoder import CausalLM
@@ -113,6 +115,26 @@ def test_of_equal_scores_the_first_positions_are_chosen() -> None:
     assert best_positions(scores, 4).tolist() == [[0, 1, 2, 5], [0, 1, 2, 3]]
     assert best_positions(scores, 3).tolist() == [[0, 1, 5], [0, 1, 2]]
     assert best_positions(scores, 6).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 5, 6]]
+
+
+def test_rows_whose_scores_do_not_fit_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    # The first rows have fewer positions before them than they may choose.
+    queries = IndexQueries(torch.randn(78, 3, 12, generator=generator), torch.randn(78, 3, generator=generator))
+    keys = torch.randn(80, 12, generator=generator).round()
+    expected = chosen_positions(queries, keys, 20)
+    sizes: list[int] = []
+
+    def best(scores: Tensor, most: int) -> Tensor:
+        sizes.append(scores.numel())
+        return best_positions(scores, most)
+
+    monkeypatch.setattr(index_choice, "best_positions", best)
+    for most_scores in (1, 800):
+        sizes.clear()
+        monkeypatch.setattr(index_choice, "_MOST_SCORES", most_scores)
+        assert torch.equal(chosen_positions(queries, keys, 20), expected)
+        assert max(sizes) <= max(80, most_scores)
 
 
 def test_scores_are_sums_of_weighted_products_above_zero() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Products of heads at once: those of a large step over a long context would take gigabytes.
 _MOST_PRODUCTS = 1 << 24
+# Scores at once, for the same reason.
+_MOST_SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,17 @@ def _by_kernels(
 def chosen_positions(queries: IndexQueries, key_CD: Tensor, most: int) -> Tensor:
     """Return the positions (T, most) that the last T rows of C positions read, ascending. `most` is at most C. Where a
     row has fewer before it, its own position stands for the missing ones."""
-    scores_TC = index_scores(queries, key_CD)
-    position_TK = best_positions(scores_TC, most)
-    count, length = scores_TC.shape
+    count, length = len(queries.q_THD), len(key_CD)
+    each, found = max(1, _MOST_SCORES // length), list[Tensor]()
+    for first in range(0, count, each):
+        last = min(first + each, count)
+        # Nothing behind a row is read.
+        seen = length - count + last
+        scores_TC = index_scores(queries.select(slice(first, last)), key_CD[:seen])
+        if seen < most:
+            scores_TC = F.pad(scores_TC, (0, most - seen), value=-torch.inf)
+        found.append(best_positions(scores_TC, most))
+    position_TK = found[0] if len(found) == 1 else torch.cat(found)
     if count > 1:
         own_T1 = torch.arange(length - count, length, device=key_CD.device).unsqueeze(1)
         position_TK = torch.minimum(position_TK, own_T1)
