@@ -24,6 +24,8 @@ T = TypeVar("T")
 _SCHEMA_LOCK = 0x70656E73
 # A silent server is asked so often, in the last half of the time that it has, whether it is there.
 _PROBES = 3
+# Seconds in which the thread is to close the connection. Nobody can wake it on the way to one.
+_CLOSE_SECONDS = 1.0
 
 
 @cache
@@ -109,7 +111,9 @@ class PostgresDatabase:
             self._is_closed = True
             # A server that does not answer has no claim on the process's end.
             self._cut()
-            await self._thread.run(self._drop)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._thread.run(self._drop)
             self._thread.close()
 
     async def run(self, work: Callable[[Rows], T]) -> T:
@@ -181,4 +185,7 @@ class PostgresDatabase:
                 tcp_user_timeout=milliseconds,
             )
             self._wire = socket.socket(fileno=os.dup(self._connection.fileno()))
+            if self._is_closed:
+                self._drop()
+                raise DatabaseFailed("it is closed")
         return self._connection

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -390,6 +391,22 @@ async def test_a_server_that_stands_still_is_given_up_and_asked_again(server: Po
     with server.standing_still():
         # The end of a gateway waits for nobody.
         await database.close()
+
+
+@needs_postgres
+async def test_a_server_that_is_being_connected_to_does_not_hold_up_the_end() -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        database = open_job_database(f"postgresql://me@127.0.0.1:{silent.getsockname()[1]}/x", 3600.0)
+        opening = asyncio.create_task(database.open())
+        connection, _ = await loop.sock_accept(silent)
+        with connection:
+            await database.close()
+            assert not opening.done()
+    # Both are closed now, and so it ends.
+    with pytest.raises(StartupError):
+        await opening
 
 
 @needs_postgres

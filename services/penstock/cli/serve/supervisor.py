@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.cli.serve.reports import ERROR, LISTENING, LOADED, READY, Report
 from penstock.common.child_signal import signal_child
@@ -154,10 +155,10 @@ class Supervisor:
             await child.ended
 
 
-async def first_of(wanted: list[asyncio.Future[Report]], stop: asyncio.Event, on_each: Callable[[int], None]) -> bool:
-    """Wait for every report; False when `stop` came first. Raises the first StartupError or ServiceEnded.
+async def first_of(wanted: Sequence[asyncio.Future[Any]], stop: asyncio.Event, on_each: Callable[[int], None]) -> bool:
+    """Wait for all that is wanted; False when `stop` came first. Raises the first StartupError or ServiceEnded.
 
-    `on_each(i)` is called as each report arrives.
+    `on_each(i)` is called as each arrives.
     """
     stopped = asyncio.create_task(stop.wait())
     open_reports = dict(enumerate(wanted))

@@ -81,9 +81,14 @@ class WorkerProcesses:
         endpoint: BoundMetrics | None = None
         health = HealthSocket(self._config.health_socket, self._is_serving) if self._config.health_socket else None
         try:
-            async with metrics_tokens_of(self._config) as tokens:
+            async with contextlib.AsyncExitStack() as stack:
+                opening = asyncio.create_task(stack.enter_async_context(metrics_tokens_of(self._config)))
+                if not await first_of([opening], self._ended, lambda _: None):
+                    opening.cancel()
+                    await asyncio.gather(opening, return_exceptions=True)
+                    return 0
                 with shared_port(self._config.host, self._config.port) as port:
-                    endpoint = self._open_metrics(tokens)
+                    endpoint = self._open_metrics(opening.result())
                     if health is not None:
                         await health.open()
                     return await self._run_on(port, self._bound(port, endpoint))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from penstock.cli.flags import as_flags
 from penstock.cli.serve import worker_processes
 from penstock.cli.serve.reports import Reporter
+from penstock.common.config import ServerConfig
 from penstock.common.options import BoundOption, Option
 from penstock.tokenizer.config import TokenizerConfig
 
@@ -43,6 +46,27 @@ async def test_a_worker_that_cannot_be_started_just_now_is_tried_again(
     assert not keeper.done()
     keeper.cancel()
     assert capsys.readouterr().err.count("no process left") == 2
+
+
+async def test_a_signal_ends_a_start_that_waits_for_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, closed = asyncio.Event(), asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def never(_: ServerConfig) -> AsyncIterator[None]:
+        try:
+            opening.set()
+            await asyncio.Event().wait()
+            yield
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(worker_processes, "metrics_tokens_of", never)
+    made = worker_processes.WorkerProcesses("tokenizer", {}, TokenizerConfig(), Reporter(None))
+    running = asyncio.create_task(made.run())
+    await opening.wait()
+    made._signalled()
+    assert await running == 0
+    assert closed.is_set()
 
 
 @pytest.mark.parametrize(("default", "value", "flags"), [(True, True, ["--x"]), (True, False, ["--no-x"])])
