@@ -128,8 +128,14 @@ def _read(call: HttpCall) -> _CompletionPlan:
     fields.done()
     if options.get("request_id") and len(prompts) > 1:
         raise InvalidArgument("request_id", "is for one prompt")
-    count = options.get("num_return_sequences") or 1
+    count = _count(options, call)
     return _CompletionPlan(prompts, options, is_stream, wants_usage, logprobs, echo, no_output, call, count, num_best)
+
+
+def _count(options: dict[str, Any], call: HttpCall) -> int:
+    """Return the number of answers to a prompt. Raises InvalidArgument naming its field."""
+    name = "num_return_sequences"
+    return typed(options.get(name) or 1, int, call.names.get(name, name))
 
 
 def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is_stream: bool) -> int | None:
@@ -138,7 +144,7 @@ def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is
     best_of = fields.maybe("best_of", int)
     if best_of is None or "num_beams" in options:
         return None
-    wanted = typed(options.get("num_return_sequences") or 1, int, call.names.get("num_return_sequences", "n"))
+    wanted = _count(options, call)
     if best_of == wanted:
         return None
     if best_of < 1 or best_of < wanted:

@@ -218,6 +218,8 @@ class Case:
     # Place of the value: names and numbers.
     place: tuple[str | int, ...]
     value: str
+    # The answer is asked for as a stream.
+    is_stream: bool = False
 
     @property
     def field(self) -> str:
@@ -235,11 +237,13 @@ class Case:
         at: Any = made
         for step in self.place[:-1]:
             at = at[step]
+        if self.is_stream:
+            made["stream"] = True
         at[self.place[-1]] = _HOLE
         return json.dumps(made).replace(json.dumps(_HOLE), VALUES[self.value]).encode()
 
     def __str__(self) -> str:
-        return f"{self.path} {'.'.join(map(str, self.place))}: {self.value}"
+        return f"{self.path}{' stream' * self.is_stream} {'.'.join(map(str, self.place))}: {self.value}"
 
 
 def _places(value: Any, way: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -250,9 +254,9 @@ def _places(value: Any, way: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
         yield from _places(inner, (*way, step))
 
 
-def hostile_cases(path: str) -> list[Case]:
+def hostile_cases(path: str, *, is_stream: bool = False) -> list[Case]:
     """Return every case of a route: each value at each place of its body, and for each option."""
     places = list(_places(BODIES[path]))
     if path in GENERATING:
         places += [(name,) for name in OPTIONS if name not in BODIES[path]]
-    return [Case(path, place, value) for place in places for value in VALUES]
+    return [Case(path, place, value, is_stream) for place in places for value in VALUES]

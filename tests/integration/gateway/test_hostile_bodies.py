@@ -11,7 +11,7 @@ import pytest
 import structlog
 from factories.servers.gateway import running_gateway
 from factories.servers.served import Served
-from factories.wire.hostile_bodies import BODIES, Case, hostile_cases
+from factories.wire.hostile_bodies import BODIES, GENERATING, Case, hostile_cases
 from factories.wire.plain_http import PlainHttp
 
 pytestmark = pytest.mark.xdist_group("gateway")
@@ -110,6 +110,13 @@ async def test_a_hostile_value_is_refused_by_the_name_of_its_field(served: Serve
     await _sweep(served, hostile_cases(path)[::one_of])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.timeout(3600)
+async def test_a_stream_refuses_what_an_answer_refuses(served: Served, path: str) -> None:
+    await _sweep(served, hostile_cases(path, is_stream=True))
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_body_that_the_cases_change_is_answered(served: Served, path: str) -> None:
     assert served.ask(path, BODIES[path])[0] == 200
@@ -145,6 +152,11 @@ async def test_an_odd_query_is_refused_by_the_name_of_its_field(served: Served) 
         # Together with the tools' parameters.
         ("/apply-template", {"chat_template_kwargs": {"a": [1] * 20_000}}, "chat_template_kwargs"),
         ("/v1/chat/completions", {"force_words_ids": [[1]] * 20_000}, None),
+        # Answers of several prompts have numbers that are counted from it.
+        *(
+            ("/v1/completions", {"prompt": ["a", "b"], "stream": True, name: {"type": 6}}, name)
+            for name in ("n", "num_return_sequences")
+        ),
     ],
 )
 def test_the_field_is_named_by_its_path(served: Served, path: str, body: dict[str, Any], field: str | None) -> None:
