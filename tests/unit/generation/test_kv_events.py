@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from factories.engine.fake_engine import engine_config, make_engine, request, run
 from penstock.compat.vllm import kv_events
+from penstock.compat.vllm.engine_servicer import VllmEngineServicer
 from penstock.compat.vllm.kv_events import KvEventLog, KvEventStream
-from penstock.engines.smg_common_pb2 import KvEventBatch
+from penstock.engines.smg_common_pb2 import KvEventBatch, SubscribeKvEventsRequest
 from penstock.generation.engine.engine import Engine
 from penstock.router.backends.prefix_index import PrefixIndex, routing_hashes
 from penstock.router.engines.engine_blocks import EngineBlocks
@@ -85,3 +89,19 @@ def test_when_too_much_waits_the_cache_is_told_anew(monkeypatch: pytest.MonkeyPa
     gateway = collected(fill)
     kinds = [event.WhichOneof("data") for batch in gateway.batches for event in batch.events]
     assert kinds[0] == "cleared"
+
+
+async def test_events_are_noted_for_others_when_the_first_reader_leaves_at_once() -> None:
+    engine, _ = make_engine(engine_config())
+    posted: Future[None] = Future()
+    loop = SimpleNamespace(run_on_engine=lambda _: posted)
+    core = SimpleNamespace(loaded=SimpleNamespace(engine=engine), hub=None, loop=loop)
+    lifecycle: Any = SimpleNamespace(loaded=lambda: core, num_loads=1)
+    nothing: Any = None
+    events = VllmEngineServicer(lifecycle, nothing).SubscribeKvEvents(SubscribeKvEventsRequest(), nothing)
+    reading = asyncio.ensure_future(anext(events))
+    # Before the engine's thread is between two steps.
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert not posted.cancelled()

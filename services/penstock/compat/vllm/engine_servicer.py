@@ -205,7 +205,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             # Nothing is noted before somebody asks.
             log = KvEventLog(core.loaded.engine.config.block_size)
             self._events = number, KvEventStream(log, core.hub)
-            await asyncio.wrap_future(core.loop.run_on_engine(log.follow))
+            # For those who come later, too: this caller may leave before the engine's thread gets to it.
+            await asyncio.shield(asyncio.wrap_future(core.loop.run_on_engine(log.follow)))
         async with contextlib.aclosing(self._events[1].read(request.start_sequence_number)) as batches:
             async for batch in batches:
                 yield batch
