@@ -37,7 +37,8 @@ def trim_heap() -> None:
 
 # Ended objects between two garbage collections: a flood's garbage at once would hold up the loop for over 10 ms.
 _SOME = 64
-# Of these collections one takes the middle generation, too. Collections by hand put off Python's own, which would.
+# One in this number of these collections takes the middle generation, too, and one in its square takes all. Collections
+# by hand put off Python's own, which would.
 _ONE_IN = 8
 
 
@@ -51,15 +52,18 @@ class HeapTrimmer:
     def __init__(self, count: int, seconds: float) -> None:
         """Make it. `count` ended objects are a flood; from then on the heap is trimmed every `seconds`."""
         self._count, self._seconds = count, seconds
-        self._gone = 0
+        # Ended objects: all, and those of a flood's period.
+        self._ended = self._gone = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self) -> None:
         """Note that one has gone."""
+        self._ended += 1
         self._gone += 1
-        if self._gone % _SOME == 0:
+        if self._ended % _SOME == 0:
             # The youngest generation has the short-lived objects, but for those that an earlier collection met alive.
-            gc.collect(int(self._gone % (_ONE_IN * _SOME) == 0))
+            number = self._ended // _SOME
+            gc.collect(2 if number % _ONE_IN**2 == 0 else int(number % _ONE_IN == 0))
         if self._gone >= self._count and self._timer is None:
             self._arm()
 
@@ -73,7 +77,7 @@ class HeapTrimmer:
             # The flood continues.
             self._arm()
         else:
-            # All of what was made since the start: objects of TLS connections outlive the younger generations.
+            # All of what was made since the start.
             gc.collect()
         # In a thread: it releases Python's lock.
         asyncio.get_running_loop().run_in_executor(None, trim_heap)
