@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from penstock.router.backends.prefix_holders import PrefixHolders
+from penstock.router.backends.prefix_index import BlockNames
 
 
 class CandidateLoad(Protocol):
@@ -73,6 +74,8 @@ class Policy(Generic[CandidateT]):
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._turn = self._window = 0
         self._holders: PrefixHolders[CandidateT] = PrefixHolders(config.max_prefixes)
+        # Another engine told of blocks: by their names without a salt.
+        self._has_plain = False
 
     def choose(
         self,
@@ -104,8 +107,10 @@ class Policy(Generic[CandidateT]):
                 self._sessions.popitem(last=False)
         return chosen
 
-    def note_kept(self, candidate: CandidateT, names: Sequence[int]) -> None:
-        """Note blocks that a backend told of: where many are, it is asked for prompts with these."""
+    def note_kept(self, candidate: CandidateT, names: Sequence[int], *, is_plain: bool = False) -> None:
+        """Note blocks that a backend told of: where many are, it is asked for prompts with these. `is_plain`: their
+        names are without a salt."""
+        self._has_plain |= is_plain
         self._holders.note(names, candidate)
 
     def _some_of(self, candidates: Sequence[CandidateT], hashes: Sequence[int], session: str) -> list[CandidateT]:
@@ -117,6 +122,8 @@ class Policy(Generic[CandidateT]):
         begin = self._window = (self._window + most) % len(candidates)
         some = [*candidates[begin : begin + most], *candidates[: max(begin + most - len(candidates), 0)]]
         seen, holders = set(map(id, some)), self._holders.of(hashes)
+        if self._has_plain and isinstance(hashes, BlockNames):
+            holders += self._holders.of(hashes.plain)
         if holders or key is not None:
             # One that is gone, or cannot do this, is no candidate.
             wanted = set(map(id, holders)) - seen

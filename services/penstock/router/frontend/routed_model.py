@@ -82,7 +82,7 @@ class RoutedModel:
             tokenizer_fingerprint=lambda: self.link.fingerprint,
             on_change=share.on_change,
             on_failure=share.on_failure,
-            on_kept=lambda backend, names: policy.note_kept(backend, names),
+            on_kept=lambda backend, names: policy.note_kept(backend, names, is_plain=not backend.is_own),
             resolver=share.resolver,
         )
         self.admission = Admission(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.router.backends.policy import Policy, PolicyConfig
-from penstock.router.backends.prefix_index import PrefixIndex, routing_hashes
+from penstock.router.backends.prefix_index import BlockNames, PrefixIndex, routing_hashes
 
 
 @dataclass
@@ -32,9 +32,10 @@ class FakeBackend:
     key: str
     load: FakeLoad = field(default_factory=FakeLoad)
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(1000))
+    is_own: bool = True
 
     def match(self, hashes: Sequence[int]) -> int:
-        return self.prefixes.match(hashes)
+        return self.prefixes.match(hashes if self.is_own or not isinstance(hashes, BlockNames) else hashes.plain)
 
 
 PROMPT = routing_hashes(range(64), 16, "salt", 100)
@@ -287,6 +288,18 @@ def test_of_a_crowd_the_one_that_told_of_a_prefix_is_found() -> None:
     choose = policy()
     choose.note_kept(many[700], long)
     asked = routing_hashes([*range(1024), *range(5000, 5064)], 16, "salt", 100)
+    assert [choose.choose(many, asked) for _ in range(3)] == [many[700]] * 3
+
+
+def test_of_a_crowd_another_engine_that_told_of_a_prefix_is_found_by_names_without_a_salt() -> None:
+    many, _ = crowd(1000)
+    ids = [*range(1024)]
+    plain = routing_hashes(ids, 16, "", 100)
+    many[700].prefixes.take(plain, [], begins_anew=True)
+    many[700].is_own = False
+    choose = policy()
+    choose.note_kept(many[700], plain, is_plain=True)
+    asked = BlockNames([*ids, *range(5000, 5064)], 16, "salt", 100)
     assert [choose.choose(many, asked) for _ in range(3)] == [many[700]] * 3
 
 
