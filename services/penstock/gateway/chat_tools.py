@@ -21,7 +21,7 @@ def take_tools(
     """Take tools and tool_choice in the client's form, and the names of custom tools. Raises InvalidArgument."""
     if (older := take_functions(fields)) is not None:
         call.has_functions = True
-        call.names |= {f"tools[{number}]": f"functions[{number}]" for number in range(len(older[0]))}
+        call.names |= {"tools": "functions", "tool_choice": "function_call"}
         return *older, frozenset()
     given = fields.raw("tools")
     made: Mapping[str, Any]

@@ -52,6 +52,12 @@ async def test_a_stream_has_the_pieces_of_the_call() -> None:
         ({"functions": [WEATHER], "tools": [{"type": "function", "function": WEATHER}]}, "functions"),
         ({"functions": [WEATHER, {"name": 5}]}, "functions[1].name"),
         ({"functions": "x"}, "functions"),
+        # By the router, which knows them as tools.
+        ({"functions": [WEATHER, {"name": ""}]}, "functions[1].name"),
+        (
+            {"functions": [WEATHER], "function_call": {"name": "get_weather"}, "structured_outputs": {"regex": "a"}},
+            "function_call",
+        ),
     ],
 )
 async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
