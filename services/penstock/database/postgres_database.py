@@ -124,8 +124,16 @@ class PostgresDatabase:
             raise DatabaseFailed(str(error)) from error
 
     async def _bounded(self, work: Callable[[], T]) -> T:
-        """Run `work` on the thread; the connection is cut when it takes too long, and `work` then fails."""
-        async with self._turn:
+        """Run `work` on the thread; the connection is cut when it takes too long, and `work` then fails.
+
+        Raises DatabaseFailed, too, when those before it take as long: of many callers the last would wait for all.
+        """
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise DatabaseFailed("those before it took too long") from None
+        try:
             loop = asyncio.get_running_loop()
             timer: asyncio.TimerHandle
 
@@ -140,6 +148,8 @@ class PostgresDatabase:
                 return await self._thread.run(work)
             finally:
                 timer.cancel()
+        finally:
+            self._turn.release()
 
     def _cut(self) -> None:
         """Wake the thread from its wait for the server."""

@@ -394,6 +394,15 @@ async def test_a_server_that_stands_still_is_given_up_and_asked_again(server: Po
 
 
 @needs_postgres
+async def test_a_caller_does_not_wait_for_all_that_the_server_keeps_waiting() -> None:
+    database = open_job_database("postgresql://me@127.0.0.1:1/x", 0.01)
+    assert isinstance(database, PostgresDatabase)
+    async with database._turn:
+        with pytest.raises(DatabaseFailed):
+            await database.run(lambda rows: rows.all("SELECT 1"))
+
+
+@needs_postgres
 async def test_a_server_that_is_being_connected_to_does_not_hold_up_the_end() -> None:
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as silent:
