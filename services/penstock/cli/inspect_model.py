@@ -535,10 +535,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     window = f", sliding window {facts['sliding_window']}" if facts["sliding_window"] else ""
     yield "context", f"{facts['context'] or 'not named'}{window}"
     if facts["kv_bytes_per_token"]:
-        yield (
-            "KV",
-            f"{format_size(facts['kv_bytes_per_token'])} a token; half of that or less with --kv-cache-dtype int8",
-        )
+        all_bytes, index_keys = facts["kv_bytes_per_token"], facts["kv_index_bytes_per_token"] or 0
+        halved = f"of {format_size(all_bytes - index_keys)}" if index_keys else "of that"
+        yield "KV", f"{format_size(all_bytes)} a token; half {halved} or less with --kv-cache-dtype int8"
     if facts["kv_index_bytes_per_token"]:
         yield "", f"{format_size(facts['kv_index_bytes_per_token'])} of it are index keys, in the model's dtype always"
     if len(facts["kv_groups"]) > 1:

@@ -190,6 +190,13 @@ def test_kv_bytes_of_layers_that_have_them(tmp_path: Path, config: dict[str, Any
     assert facts_of(folder)["kv_bytes_per_token"] == bytes_per_token
 
 
+def test_int8_leaves_index_keys_as_they_are(tmp_path: Path) -> None:
+    facts = facts_of(tiny_checkpoint(tmp_path, "deepseek_v32", index_head_dim=16))
+    shown = dict(inspecting._lines(facts))["KV"]
+    assert facts["kv_index_bytes_per_token"] == 2 * 16 * 4
+    assert shown == "352 B a token; half of 224 B or less with --kv-cache-dtype int8"
+
+
 def test_layers_that_keep_a_window_are_told_apart(tmp_path: Path) -> None:
     kinds = ["sliding_attention"] * 4 + ["full_attention"] * 2
     shape = {"num_attention_heads": 4, "hidden_size": 64, "dtype": "bfloat16", "max_position_embeddings": 4096}
