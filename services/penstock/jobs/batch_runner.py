@@ -218,6 +218,8 @@ class BatchRunner:
     async def _take(self) -> None:
         free = self._pace.room(self._options.job_requests - len(self._tasks))
         if free <= 0:
+            # Not known, so it is looked at in the next turn: the last one may have gone by before a batch came.
+            self._has_more = True
             return
         in_flight = Counter(line.owner for line in self._tasks.values())
         now = time.monotonic()
