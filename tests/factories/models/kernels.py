@@ -23,7 +23,8 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float | None = None
     assert found.shape == expected.shape
     assert found.dtype is expected.dtype
     limit = (tolerance or TOLERANCE[expected.dtype]) * max(1.0, float(expected.float().abs().max()))
-    assert float((found.float() - expected.float()).abs().max()) <= limit
+    largest = float((found.float() - expected.float()).abs().max())
+    assert largest <= limit, f"{largest:.3g} of {limit:.3g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,8 @@ def check_reference(
         return layer.run([Context(one.qkv_TE.to(dtype)) for one in sequences], cuts)
 
     references = run(SDPAAttention(), dtype if is_int8 else torch.float32)
-    tolerance = 4e-2 if is_int8 else TOLERANCE[dtype]
+    # A score is a sum of up to 576 products, not of 128.
+    tolerance = 4e-2 if is_int8 else 2 * TOLERANCE[dtype]
     for native, reference in zip(run(NativeAttention(), dtype), references, strict=True):
         assert_close(native.to(reference.dtype), reference, tolerance)
 
