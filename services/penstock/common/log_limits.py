@@ -124,9 +124,9 @@ class LineLimit:
         made = self._kinds[kind] = _Kind(now, shown)
         return made
 
-    def _event_of(self, kind: Hashable, now: float) -> _Event:
+    def _event_of(self, kind: tuple[Hashable, ...], now: float) -> _Event:
         """Return the count of a kind's event."""
-        event = kind[:3] if isinstance(kind, tuple) else kind
+        event = kind[:3]
         known = self._events.get(event)
         if known is None or now - known.since >= self._bounds.seconds:
             if known is None and len(self._events) >= _MOST_KINDS:
@@ -149,8 +149,8 @@ class LineLimit:
         return {"of": component, "of_level": level, "of_event": event, "lines": known.left_out}
 
 
-def _kind_of(event: EventDict, level: str, place: Any) -> Hashable:
-    """Return the kind of a line."""
+def _kind_of(event: EventDict, level: str, place: Any) -> tuple[Hashable, ...]:
+    """Return the kind of a line: what names its event, and what tells it apart."""
     error = event.get("exc_info")
     named = place if place is not None else event.get("event")
     reason = event.get("reason")
