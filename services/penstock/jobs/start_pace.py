@@ -39,20 +39,19 @@ class StartPace:
 
     def wait_seconds(self) -> float:
         """Seconds until the next line may start; 0: it may now."""
-        now = self._clock()
-        if not self._callers and now >= self._left_at + self._quiet_seconds:
-            return 0.0
-        # Without callers the pace ends before its next turn.
-        quiet_at = math.inf if self._callers else self._left_at + self._quiet_seconds
-        return max(min(self._next_start, quiet_at) - now, 0.0)
+        # Without callers the pace may end before its next turn.
+        return max(min(self._next_start, self._quiet_at()) - self._clock(), 0.0)
 
     def room(self, most: int) -> int:
         """Return the number of lines that may start now, at most `most`, and count on it that they do."""
         now = self._clock()
-        is_quiet = not self._callers and now >= self._left_at + self._quiet_seconds
-        if is_quiet or not self._interval:
+        if now >= self._quiet_at() or not self._interval:
             return most
         if most <= 0 or now < self._next_start:
             return 0
         self._next_start = now + self._interval
         return 1
+
+    def _quiet_at(self) -> float:
+        """Time from which any number may start; none is known while callers are there."""
+        return math.inf if self._callers else self._left_at + self._quiet_seconds
