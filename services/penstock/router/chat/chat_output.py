@@ -84,6 +84,7 @@ class ChatParser:
         self._parse_tools = parse_tools
         self._chat, self._format = chat, chat.tools
         self._opens, self._around = (*chat.tools.opens, *chat.tools.inline), chat.tools.around
+        self._after_calls = (*self._opens, *self._around)
         self._thought = chat.reasoning or THINK
         closes = self._thought.closes
         self._close = marks_of(closes)
@@ -297,7 +298,7 @@ class ChatParser:
 
     def _after_call(self, piece: ChatPiece) -> bool:
         stripped = self._held.lstrip()
-        opened = next((one for one in (*self._opens, *self._around) if stripped.startswith(one)), "")
+        opened = next((one for one in self._after_calls if stripped.startswith(one)), "")
         if opened in self._around:
             self._held = stripped[len(opened) :]
             return bool(self._held)
@@ -305,7 +306,7 @@ class ChatParser:
             self._held = stripped
             self._open_call(opened)
             return True
-        if not stripped or any(one.startswith(stripped) for one in (*self._opens, *self._around)):
+        if not stripped or any(one.startswith(stripped) for one in self._after_calls):
             return False
         self._state, self._ends_in_calls = _State.CONTENT, False
         return True
