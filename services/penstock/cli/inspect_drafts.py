@@ -14,7 +14,9 @@ from penstock.generation.weights.text_part import TEXT_PARTS
 _HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 # Tensors that every layer for multi-token prediction has: of DeepSeek, GLM and Kimi; of Qwen3-Next and 3.5; of MiMo.
 _DEEPSEEK = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
-_JOINTS = re.compile(_DEEPSEEK.pattern + r"|mtp\.fc\.weight|model\.mtp_layers\.\d+\.input_proj\.weight")
+_JOINTS = re.compile(
+    "|".join((_DEEPSEEK.pattern, re.escape(QWEN_JOINT), r"model\.mtp_layers\.\d+\.input_proj\.weight"))
+)
 # Types of models that have the second, and types of folders with such a model as their text part.
 _QWEN_TYPES = (*DELTA_TYPES, *TEXT_PARTS)
 

@@ -535,7 +535,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     window = f", sliding window {facts['sliding_window']}" if facts["sliding_window"] else ""
     yield "context", f"{facts['context'] or 'not named'}{window}"
     if facts["kv_bytes_per_token"]:
-        all_bytes, index_keys = facts["kv_bytes_per_token"], facts["kv_index_bytes_per_token"] or 0
+        all_bytes, index_keys = facts["kv_bytes_per_token"], facts["kv_index_bytes_per_token"]
         halved = f"of {format_size(all_bytes - index_keys)}" if index_keys else "of that"
         yield "KV", f"{format_size(all_bytes)} a token; half {halved} or less with --kv-cache-dtype int8"
     if facts["kv_index_bytes_per_token"]:
