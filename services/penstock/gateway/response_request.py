@@ -22,9 +22,7 @@ from penstock.gateway.response_progress import ResponsePlan
 from penstock.gateway.store_access import asking_store, kept_of
 
 # Fields without effect here.
-_IDLE = (
-    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options"),
-)
+_IDLE = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options")
 _LOGPROBS = "message.output_text.logprobs"
 
 
