@@ -206,18 +206,14 @@ class HeadDrafter:
         Sequences keep all that is kept of them, and nothing keeps the old ones."""
         self.head = head
         head.share(model)
-        self._forget_prefixes()
+        self._tables.pool.clear_cache()
         if self._embed is not None:
             self._embed = model.embed
 
     def clear(self) -> None:
         """Forget every sequence and prefix: their blocks may be overwritten."""
         self.release(tuple(self._followers))
-        self._forget_prefixes()
-
-    def _forget_prefixes(self) -> None:
-        pool = self._tables.pool
-        pool.forget(range(pool.num_blocks))
+        self._tables.pool.clear_cache()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
