@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
 # Reasons of requests that are refused.
 NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with chunks, odd heads or biases"
-NO_INDEXED_ATTENTIONS = "is not possible with this model: its rows attend to positions that an indexer chose"
 NO_HIDDEN_STATES = "is not possible with this model: transformers' modules give no hidden states of its layers"
 NO_EMBEDS = "is not possible with this model: its layers look at token ids"
-
-
 # Kind of layers with an indexer, by which transformers' modules look for their mask.
 _INDEXED = "indexed_attention"
 

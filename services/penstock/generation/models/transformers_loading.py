@@ -26,12 +26,11 @@ from penstock.generation.models.module_swaps import ModuleSwaps
 from penstock.generation.models.own_attention import take_over
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.self_check import check_paged
-from penstock.generation.models.state_limits import UNSUPPORTED
+from penstock.generation.models.state_limits import NOT_WHOLE, UNSUPPORTED
 from penstock.generation.models.transformers_fallback import (
     NO_ATTENTIONS,
     NO_EMBEDS,
     NO_HIDDEN_STATES,
-    NO_INDEXED_ATTENTIONS,
     TransformersModel,
 )
 from penstock.generation.models.transformers_states import StatefulModel, has_states
@@ -488,7 +487,7 @@ def _unsupported(recording: Recording, config: ModelConfig) -> dict[str, str]:
     if not all(call.is_plain(config.num_kv_heads) for call in recording.calls):
         found["output.output_attentions"] = NO_ATTENTIONS
     if config.index is not None:
-        found["output.output_attentions"] = NO_INDEXED_ATTENTIONS
+        found |= NOT_WHOLE
     if not recording.has_hidden_states:
         found |= dict.fromkeys(("output.output_hidden_states", "config.dola_layers"), NO_HIDDEN_STATES)
     if not recording.takes_embeds:
