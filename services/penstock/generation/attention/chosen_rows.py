@@ -125,7 +125,10 @@ def _single_plan(metadata: AttentionMetadata, members: list[int], most: int) -> 
 
 
 def context_slots(metadata: AttentionMetadata, index: int, block_size: int) -> Tensor:
-    """Return the slots (C) of a sequence's context."""
-    position_C = torch.arange(metadata.kv_lens[index], device=metadata.slot_mapping.device)
-    blocks_C = metadata.block_tables[index].long()[position_C // block_size]
-    return blocks_C * block_size + position_C % block_size
+    """Return the slots (C) of a sequence's context, made once for all layers."""
+    known = metadata.plans.get(("slots", index))
+    if known is None:
+        position_C = torch.arange(metadata.kv_lens[index], device=metadata.slot_mapping.device)
+        blocks_C = metadata.block_tables[index].long()[position_C // block_size]
+        known = metadata.plans["slots", index] = blocks_C * block_size + position_C % block_size
+    return cast("Tensor", known)

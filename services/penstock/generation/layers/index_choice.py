@@ -9,7 +9,7 @@ chooses among equals by the number and order of all scores, so it would depend o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +48,8 @@ class IndexChoice:
         """Return the slots (T', most) int32 that the rows of a plan read, in the order of positions; `place`: number of
         the layer among those with index keys. A row with fewer positions reads the first ones of its slots."""
         metadata, found, first = plan.metadata, list[Tensor](), 0
-        slots = metadata.plans.get("slots")
-        if slots is None:
-            # Once for all layers.
-            slots = [context_slots(metadata, index, kv.block_size) for index in range(metadata.num_seqs)]
-            metadata.plans["slots"] = slots
-        for count, slots_C in zip(metadata.query_lens, cast("list[Tensor]", slots), strict=True):
+        for index, count in enumerate(metadata.query_lens):
+            slots_C = context_slots(metadata, index, kv.block_size)
             # A sequence at a time: its scores are the same alone and in a batch.
             own = queries.select(slice(first, first + count))
             found.append(slots_C[chosen_positions(own, kv.read_index(place, slots_C), most)])

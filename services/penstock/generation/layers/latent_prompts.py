@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.generation.attention.chosen_rows import context_slots
+
 if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
@@ -85,11 +87,8 @@ def _prompt(metadata: AttentionMetadata, kv: KVCachePool, index: int, first: int
     # What an int8 pool keeps is not what was written.
     if length == count and kv.dtype is dtype:
         return PromptRows(first, first + count, None, None)
-    device = metadata.slot_mapping.device
-    positions_C = torch.arange(length, device=device)
-    blocks = metadata.block_tables[index].long()[positions_C // kv.block_size]
-    slots_C = blocks * kv.block_size + positions_C % kv.block_size
-    mask = _mask(count, length, dtype, device) if count * length <= _MOST_MASK else None
+    slots_C = context_slots(metadata, index, kv.block_size)
+    mask = _mask(count, length, dtype, slots_C.device) if count * length <= _MOST_MASK else None
     return PromptRows(first, first + count, slots_C, mask)
 
 
