@@ -11,11 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.base import Attention, AttentionMetadata
+from penstock.generation.attention.sdpa import SDPAAttention
 
 # From this many times the chosen positions on a prompt's rows read these rows of the pool, and nothing is expanded: the
 # work of an expanded context grows with it, that of chosen positions does not.
 LONG_CONTEXT = 8
+# For devices with attention over blocks of a few sizes.
+_ANY_BLOCKS = SDPAAttention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,11 @@ def _single_plan(metadata: AttentionMetadata, members: list[int], most: int) -> 
         torch.tensor(lens, dtype=torch.int32, device=device),
         torch.arange(len(lens) + 1, dtype=torch.int32, device=device),
     )
+
+
+def over_slots(attention: Attention) -> Attention:
+    """Return what attends over blocks of one token (KVCachePool.by_slot): this, or torch's where it cannot."""
+    return attention if attention.takes_any_block else _ANY_BLOCKS
 
 
 def context_slots(metadata: AttentionMetadata, index: int, block_size: int) -> Tensor:

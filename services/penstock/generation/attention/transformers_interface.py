@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.attention.base import AttentionLayer
-from penstock.generation.attention.chosen_rows import context_slots, split_sparse
-from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.attention.chosen_rows import context_slots, over_slots, split_sparse
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
@@ -37,8 +36,6 @@ NAME, OWN_NAME = "penstock", "penstock_own"
 _MOST_SCORES = 1 << 24
 # A group of decoding sequences pads none to more than twice its context, except below this number of keys.
 _SMALL_CONTEXT = 128
-# For devices with attention over blocks of a few sizes.
-_ANY_BLOCKS = SDPAAttention()
 
 
 class UnsupportedAttention(ValueError):
@@ -214,7 +211,7 @@ class PagedStep:
         if self._chosen is None or self._chosen[0] is not chosen_1TK:
             rows_TK = chosen_1TK[0] if plan.rows is None else chosen_1TK[0, plan.rows]
             self._chosen = chosen_1TK, plan.over(plan.slots_of(rows_TK, kv.block_size))
-        any_block = attention if attention.takes_any_block else _ANY_BLOCKS
+        any_block = over_slots(attention)
         if plan.rows is None:
             return any_block.forward(q_THD, k_TKD, v_TKD, layer, self._chosen[1], kv.by_slot)
         out_THD = torch.empty_like(q_THD)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 from typing_extensions import override
 
-from penstock.generation.attention.chosen_rows import SparseSplit, split_sparse
-from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.attention.chosen_rows import SparseSplit, over_slots, split_sparse
 from penstock.generation.layers.latent_attention import LatentAttention, LatentRows, LowRankQueries
 from penstock.generation.layers.latent_prompts import LEAST_ROWS
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 # Key of the last indexer's choice in the plans of a step.
 _CHOICE = "choice"
-# For devices with attention over blocks of a few sizes.
-_ANY_BLOCKS = SDPAAttention()
 
 
 class SparseLatentAttention(LatentAttention):
@@ -70,9 +67,7 @@ class SparseLatentAttention(LatentAttention):
 
     def _attend_chosen(self, rows: LatentRows, split: SparseSplit, choice: ChosenPositions, step: Step) -> Tensor:
         """Return o (T, H, value dims) of rows that are in the pool."""
-        kv, plan, attention = step.kv, split.singles, step.attention
-        if not attention.takes_any_block:
-            attention = _ANY_BLOCKS
+        kv, plan, attention = step.kv, split.singles, over_slots(step.attention)
         if plan is not None and choice.singles is not None and plan.rows is None:
             # The usual step.
             return self._over_rows(rows, choice.singles, attention, kv.by_slot)
