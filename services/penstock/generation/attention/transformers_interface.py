@@ -206,14 +206,14 @@ class PagedStep:
         plan = None if split is None else split.singles
         if split is None or plan is None:
             return attention.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
-        # Before any row attends: a sequence may read what another one writes in this step.
-        kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
         if self._chosen is None or self._chosen[0] is not chosen_1TK:
             rows_TK = chosen_1TK[0] if plan.rows is None else chosen_1TK[0, plan.rows]
             self._chosen = chosen_1TK, plan.over(plan.slots_of(rows_TK, kv.block_size))
         any_block = over_slots(attention)
         if plan.rows is None:
             return any_block.forward(q_THD, k_TKD, v_TKD, layer, self._chosen[1], kv.by_slot)
+        # Before any row attends: a sequence may read what another one writes in this step.
+        kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
         out_THD = torch.empty_like(q_THD)
         q, k, v = (x[plan.rows] for x in (q_THD, k_TKD, v_TKD))
         out_THD[plan.rows] = any_block.forward(q, k, v, layer, self._chosen[1], kv.by_slot)

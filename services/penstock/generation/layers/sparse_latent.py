@@ -58,19 +58,19 @@ class SparseLatentAttention(LatentAttention):
         split = split_sparse(metadata, self._most, kv.block_size, LEAST_ROWS)
         if split is None:
             return self._addend(self._attend(rows, metadata, step), step)
-        # Before any row attends: a sequence may read what another one writes in this step.
-        kv.write(self.layer.index, metadata.slot_mapping, rows.row_T1E, rows.row_T1E)
         if self._indexer is not None:
             metadata.plans[_CHOICE] = self._indexer.choose(x_TI, narrow_TR, turn, split, kv)
         out_THV = self._attend_chosen(rows, split, cast("ChosenPositions", metadata.plans[_CHOICE]), step)
         return self._addend(out_THV, step)
 
     def _attend_chosen(self, rows: LatentRows, split: SparseSplit, choice: ChosenPositions, step: Step) -> Tensor:
-        """Return o (T, H, value dims) of rows that are in the pool."""
+        """Write the rows and return o (T, H, value dims): each row reads the positions chosen for it, or all."""
         kv, plan, attention = step.kv, split.singles, over_slots(step.attention)
         if plan is not None and choice.singles is not None and plan.rows is None:
-            # The usual step.
+            # The usual step, which writes all rows before any attends.
             return self._over_rows(rows, choice.singles, attention, kv.by_slot)
+        # So here: a sequence may read what another one writes in this step.
+        kv.write(self.layer.index, step.metadata.slot_mapping, rows.row_T1E, rows.row_T1E)
         out_THV = self._blank(rows)
         if plan is not None and choice.singles is not None and plan.rows is not None:
             own = rows.select(plan.rows)
