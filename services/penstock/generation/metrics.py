@@ -271,11 +271,10 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's present figures."""
         load, stats, step, disk = self.read()
-        usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
         yield self._gauge("num_requests_running", "Requests being computed.", load.running_requests)
         yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", load.waiting_requests)
         yield self._gauge("num_sequences_running", "Sequences being computed.", load.running_sequences)
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", usage)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", load.kv_usage)
         yield self._gauge("kv_cache_blocks", "KV blocks of the pool.", load.kv_blocks_total)
         yield self._by_group(load)
         states = self.read_states()

@@ -35,7 +35,7 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS, with_drafts
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
-from penstock.generation.engine.stats import EngineStats
+from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.grammar.call_grammar import CallHolder
 from penstock.generation.grammar.call_spec import CallSpec
 from penstock.generation.grammar.compiler import GrammarCompiler
@@ -143,6 +143,12 @@ class GenerationCore:
         self.limits = config.request_limits()
         self.watermark_calls = WatermarkCalls(config.max_watermark_calls, retry_seconds)
         self.embeds_intake = EmbedsIntake(dtype, engine.block_size, config.max_live_embeds_bytes, retry_seconds)
+
+    @property
+    def load(self) -> EngineLoad:
+        """Load of the engine; requests in preparation, which it does not know yet, wait, too."""
+        load = self.loop.load
+        return load._replace(waiting_requests=load.waiting_requests + self.hub.num_prepared)
 
     def renew(self, loaded: LoadedModel, access: ModelAccess | None) -> None:
         """Serve other weights, from the next request on."""

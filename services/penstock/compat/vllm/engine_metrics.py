@@ -31,12 +31,10 @@ class VllmEngineMetrics(Collector):
         core = self._lifecycle.core
         if core is None:
             return
-        load = core.loop.load
-        waiting = load.waiting_requests + core.hub.num_prepared
-        usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
-        yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", waiting)
+        load = core.load
+        yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", load.waiting_requests)
         yield self._gauge("num_requests_running", "Requests being computed.", load.running_requests)
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", usage)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", load.kv_usage)
         yield self._cache(core)
         infos = core.loaded.weights.adapters.infos()
         if infos:

@@ -165,12 +165,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.GetLoadsResponse:
         """Return the engine's load."""
         core = self._lifecycle.loaded()
-        load, block = core.loop.load, core.loaded.pools.kv.block_size
+        load, block = core.load, core.loaded.pools.kv.block_size
         # All layers keep a block of tokens in that many.
         bundle = core.loaded.engine.config.bundle_blocks
         window = core.loaded.engine.config.max_running_sequences
-        # Requests in preparation wait, too.
-        waiting = load.waiting_requests + core.hub.num_prepared
         speed = load.pace.tokens_per_second
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
@@ -179,11 +177,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             loads=[
                 vllm_engine_pb2.SchedulerLoad(
                     num_running_reqs=load.running_requests,
-                    num_waiting_reqs=waiting,
-                    num_total_reqs=load.running_requests + waiting,
+                    num_waiting_reqs=load.waiting_requests,
+                    num_total_reqs=load.running_requests + load.waiting_requests,
                     num_used_tokens=load.kv_blocks_used // bundle * block,
                     max_total_num_tokens=load.kv_blocks_total // bundle * block,
-                    token_usage=load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0,
+                    token_usage=load.kv_usage,
                     gen_throughput=speed if math.isfinite(speed) else 0.0,
                     cache_hit_rate=_share(core),
                     utilization=load.running_sequences / window,

@@ -122,3 +122,8 @@ class EngineLoad(NamedTuple):
     host_blocks_evictable: int = 0
     # Waiting requests with their blocks in the host pool.
     swapped_requests: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool's blocks that is in use, 0 to 1."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0

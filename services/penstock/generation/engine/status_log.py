@@ -85,7 +85,7 @@ class StatusLog:
             queued=load.waiting_requests,
             prompt_tokens_per_second=round((now.prompt_tokens - before.prompt_tokens) / seconds, 1),
             generated_tokens_per_second=round((now.generated_tokens - before.generated_tokens) / seconds, 1),
-            pool_use=round(load.kv_blocks_used / load.kv_blocks_total, 3),
+            pool_use=round(load.kv_usage, 3),
             prefix_hit_rate=round((now.hits - before.hits) / lookups, 3) if lookups else None,
             preemptions=now.preemptions - before.preemptions,
             steps=now.steps - before.steps,

@@ -184,11 +184,9 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
             # Otherwise a watcher would hear of every current step.
             view = StepView()
         limit, start_id = config.max_queued_requests, self._lifecycle.start_id
-        load = core.loop.load
-        # The engine does not know requests in preparation yet, and a router takes uncounted requests for forgotten.
-        load = load._replace(waiting_requests=load.waiting_requests + core.hub.num_prepared)
         version = core.adapter_access.version
-        return convert.from_load(load, view, self._lifecycle.state.value, limit, start_id, version)
+        # Requests in preparation count, too: a router takes uncounted requests for forgotten.
+        return convert.from_load(core.load, view, self._lifecycle.state.value, limit, start_id, version)
 
 
 def _adapter(info: AdapterInfo, access: AdapterAccess) -> admin_pb2.Adapter:
