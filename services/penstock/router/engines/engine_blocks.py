@@ -33,11 +33,9 @@ class EngineBlocks:
         return len(self._chains)
 
     def begin(self) -> None:
-        """Forget everything: a stream begins, or the engine has cleared its cache."""
-        self._chains.clear()
-        self._changes.clear()
+        """Forget everything: a stream begins, or batches were lost."""
         self._numbers.clear()
-        self._begins_anew = True
+        self._clear()
 
     def take(self, batch: smg_common_pb2.KvEventBatch) -> None:
         """Take a batch of events. After a gap nothing from before it counts."""
@@ -57,9 +55,7 @@ class EngineBlocks:
                     if chain is not None:
                         self._changes[short_name(chain)] = False
             elif kind == "cleared":
-                numbers = dict(self._numbers)
-                self.begin()
-                self._numbers = numbers
+                self._clear()
 
     def changes(self) -> admin_pb2.PrefixChanges | None:
         """Return what has changed since the last call; None: nothing."""
@@ -70,6 +66,11 @@ class EngineBlocks:
         told.gone.extend(name for name, is_kept in self._changes.items() if not is_kept)
         self._changes, self._begins_anew = {}, False
         return told
+
+    def _clear(self) -> None:
+        self._chains.clear()
+        self._changes.clear()
+        self._begins_anew = True
 
     def _store(self, stored: smg_common_pb2.KvBlocksStored) -> None:
         chain = self._chains.get(stored.parent_block_hash) if stored.HasField("parent_block_hash") else root_hash("")
