@@ -6,7 +6,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
-from penstock.generation.engine.block_pool import BlockPool, OutOfBlocks, chain_hash, root_hash
+from penstock.common.block_hashes import chain_hash, root_hash
+from penstock.generation.engine.block_pool import BlockPool, OutOfBlocks
 
 NUM_BLOCKS = 6
 

@@ -11,11 +11,11 @@ from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_con
 from factories.engine.host_pools import HOSTS, host_fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.common.block_hashes import chain_hash, root_hash
 from penstock.generation.core.block_store import key_of
 from penstock.generation.core.cache_group import CacheGroup
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
-from penstock.generation.engine.block_pool import chain_hash, root_hash
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 
