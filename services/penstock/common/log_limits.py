@@ -154,7 +154,7 @@ def _kind_of(event: EventDict, level: str, place: Any) -> tuple[Hashable, ...]:
     error = event.get("exc_info")
     named = place if place is not None else event.get("event")
     reason = event.get("reason")
-    kind = (event.get("component"), level, named, reason if isinstance(reason, str) else None)
+    kind: tuple[Hashable, ...] = event.get("component"), level, named, reason if isinstance(reason, str) else None
     if not error:
         return kind
     if isinstance(error, tuple):

@@ -233,8 +233,8 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
     )
     max_compared_backends: int = option(
         32,
-        "Backends that are compared for a request, taken in turn from more; beside them those that its session or a "
-        "prefix of its prompt was sent to.",
+        "Backends that are compared for a request, taken in turn from more; beside them that of its session, and "
+        "those that got a prefix of its prompt or told of it.",
         group=ROUTING,
         minimum=2,
     )
