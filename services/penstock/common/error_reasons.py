@@ -172,7 +172,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("BATCH_ENDED", "FAILED_PRECONDITION", "the batch to cancel has ended", "read its files"),
     _row("BATCH_NOT_ENDED", "FAILED_PRECONDITION", "the batch to read has not ended", "wait for its end (`wait_batch` of the Python clients), or cancel it"),
     _row("BATCHES_FULL", "RESOURCE_EXHAUSTED", "the limit on batches in progress is reached", "wait for the end of some; operators: `--max-batches` and `--files-share`"),
-    _row("NO_JOB_TOKEN", "FAILED_PRECONDITION", "the router asks for tokens, and the HTTP gateway has none for the lines of batches, or one that may not act for callers", "start the gateway with `--job-token-file`: a token of the router's `--auth-token-file`, or a key with the scope `delegate`"),
+    _row("NO_JOB_TOKEN", "FAILED_PRECONDITION", "the router asks for tokens, and the HTTP gateway has none for the lines of batches, one that may not act for callers, or a key without the scope of the lines' calls", "start the gateway with `--job-token-file`: a token of the router's `--auth-token-file`, or a key with the scopes `delegate` and `generate` (or `embed`)"),
     _row("NO_UPLOADS", "FAILED_PRECONDITION", "the HTTP gateway lacks the package that reads forms", "install `penstock[gateway]`, which has python-multipart"),
     _row("JOB_STORE_OFF", "FAILED_PRECONDITION", "the HTTP gateway has no files and batches", "start it with `--job-store`"),
     _row("JOB_STORE_DOWN", "UNAVAILABLE", "the HTTP gateway's store of files and batches does not answer", "try again; operators: the disk or server of `--job-store`"),

@@ -28,7 +28,7 @@ async def create_batch(call: HttpCall) -> Answer:
     fields.done()
     order = checked_order(call.config, call.tenant, endpoint=endpoint, window=window, metadata=metadata)
     await jobs.rights.require_scope(call.tenant, call.client)
-    key_digest = await jobs.rights.key_of_batch(call.tenant)
+    key_digest = await jobs.rights.key_of_batch(call.tenant, order.endpoint)
     with asking_jobs():
         record = await jobs.batches.create(
             call.owner,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import grpc
 from penstock_client import AsyncClient
@@ -13,8 +14,8 @@ from penstock.common.needed_scope import needed_scope
 from penstock.gateway.places import ANYBODY
 
 _SCOPE = "jobs"
-# Refusals of the gateway's own token, not of the caller's.
-_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+# Scopes that the calls of lines need, by the endpoints of batches; all others need the second.
+_SCOPES, _USUAL_SCOPE = {"/v1/embeddings": "embed"}, "generate"
 
 
 class JobRights:
@@ -37,25 +38,32 @@ class JobRights:
         finally:
             needed_scope.reset(before)
 
-    async def key_of_batch(self, tenant: str) -> str:
+    async def key_of_batch(self, tenant: str, endpoint: str) -> str:
         """Return the digest of the key that a caller's lines count for, empty without a token.
 
-        Raises FailedPrecondition NO_JOB_TOKEN where the gateway's own token may not make calls for that key.
+        Raises FailedPrecondition NO_JOB_TOKEN where the gateway's own token may not make the lines' calls, or none for
+        that key; PermissionDenied for a caller's key that is not valid any more.
         """
         if tenant == ANYBODY:
             return ""
         digest = secret_digest(tenant)
-        before = acting_for.set(digest)
+        await self._ask_own(needed_scope, _SCOPES.get(endpoint, _USUAL_SCOPE))
+        await self._ask_own(acting_for, digest)
+        return digest
+
+    async def _ask_own(self, question: ContextVar[str], asked: str) -> None:
+        """Ask with the gateway's own token."""
+        before = question.set(asked)
         try:
             await self._own().list_models()
         except (PenstockError, grpc.RpcError) as failure:
             error = failure if isinstance(failure, PenstockError) else from_rpc_error(failure)
-            if error.code not in _REFUSED:
+            # Other refusals are of the caller's key, or come from something between us and the router.
+            if error.code is not grpc.StatusCode.UNAUTHENTICATED and error.reason != "SCOPE_MISSING":
                 raise error from None
             raise FailedPrecondition(
                 f"the lines of batches cannot be sent with the token of --job-token-file: {error.message}",
                 reason="NO_JOB_TOKEN",
             ) from None
         finally:
-            acting_for.reset(before)
-        return digest
+            question.reset(before)

@@ -69,7 +69,7 @@ class JobsServicer(jobs_pb2_grpc.JobsServiceServicer):
                 window=new.completion_window if new.HasField("completion_window") else USUAL_WINDOW,
                 metadata=new.metadata,
             )
-            key_digest = await self._jobs.rights.key_of_batch(caller.tenant)
+            key_digest = await self._jobs.rights.key_of_batch(caller.tenant, order.endpoint)
             if new.HasField("input_file_id"):
                 if new.HasField("expires_after_seconds"):
                     raise InvalidArgument("expires_after_seconds", "must not be given with input_file_id")

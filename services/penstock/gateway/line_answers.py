@@ -35,8 +35,6 @@ _FINAL = frozenset(("ABORTED",))
 # Reasons of RESOURCE_EXHAUSTED that a wait cures.
 _FULL = frozenset(("QUEUE_FULL", "OVERLOADED", "TOO_MANY_RPCS", "TOO_MANY_SEQUENCES", "MODEL_SLOTS_FULL"))
 _FULL |= {"ADAPTER_MEMORY_FULL", "ADAPTER_SLOTS_FULL", "ADAPTER_LOADS_FULL", "ADAPTER_DISK_FULL", "QUOTA_EXCEEDED"}
-# Scope of the gateway's own key: an operator took it away.
-_OWN_SCOPE = "delegate"
 # Endpoints with a cache of prefixes; characters of a caller's digest that keep it apart.
 _SALTED = frozenset(ENDPOINTS) - {"/v1/embeddings"}
 _SALT_CHARS = 32
@@ -91,7 +89,7 @@ class LineAnswers:
             _log.exception("a line of a batch failed", batch=line.batch_id)
             failure = internal()
         is_lost = failure.reason == "BACKEND_LOST"
-        if _is_for_later(failure) and not is_lost:
+        if (_is_for_later(failure) or (line.key_digest and _is_of_own_key(failure))) and not is_lost:
             return LineOutcome(status_of(failure), request_id, None)
         names = call.names if call is not None else {}
         return LineOutcome(status_of(failure), request_id, OPENAI_ERRORS.body(failure, names), is_lost)
@@ -140,6 +138,9 @@ def _is_for_later(error: PenstockError) -> bool:
     if error.code is _Code.RESOURCE_EXHAUSTED:
         # A request that is larger than the quota of its key never fits.
         return error.reason in _FULL and (error.reason != "QUOTA_EXCEEDED" or error.retry_after_seconds is not None)
-    if error.reason == "SCOPE_MISSING" and error.metadata.get("scope") == _OWN_SCOPE:
-        return True
     return error.code in _LATER and error.reason not in _FINAL
+
+
+def _is_of_own_key(error: PenstockError) -> bool:
+    """True for a scope that the gateway's own key lacks: an operator took it away."""
+    return error.reason == "SCOPE_MISSING" and "key" not in error.metadata

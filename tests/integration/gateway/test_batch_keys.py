@@ -16,6 +16,10 @@ from factories.servers.gateway import Gateway, running_gateway
 from factories.servers.key_files import secret_of, write_keys
 from factories.servers.router import backend, running_router
 from openai.types import Batch
+from penstock.common.acting_for import secret_digest
+from penstock.common.errors import PermissionDenied
+from penstock.gateway.endpoint import call_metadata
+from penstock.gateway.job_rights import JobRights
 from penstock_client import AsyncClient, AsyncJobsClient, ClientConfig, FailedPrecondition
 
 pytest.importorskip("python_multipart")
@@ -29,6 +33,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "reads": {"scopes": ["embed", "jobs"]},
     "gateway": {"scopes": ["generate", "embed", "delegate"], "models": []},
     "plain": {"scopes": ["generate", "embed"]},
+    "delegate": {"scopes": ["embed", "delegate"]},
     "boss": {"scopes": ["admin"]},
 }
 
@@ -166,6 +171,29 @@ async def test_a_job_token_that_may_not_act_for_others_makes_no_batches(tmp_path
         async with run.jobs("owner") as jobs:
             with pytest.raises(FailedPrecondition, match="delegate"):
                 await jobs.submit_batch([jsonl(asked()).decode()], endpoint=URL)
+
+
+async def test_a_job_key_without_the_scope_of_the_lines_makes_no_batches(tmp_path: Path) -> None:
+    async with keyed(tmp_path, secret_of("delegate")) as run, run.client(secret_of("owner")) as client:
+        with pytest.raises(openai.BadRequestError, match="scope generate") as caught:
+            await submitted(client, jsonl(asked()))
+        assert caught.value.code == "no_job_token"
+        async with run.jobs("owner") as jobs:
+            with pytest.raises(FailedPrecondition, match="scope generate"):
+                await jobs.submit_batch([jsonl(asked()).decode()], endpoint=URL)
+            read = jsonl({"model": OTHER, "input": "Hello"}, url=EMBED_URL)
+            assert (await jobs.submit_batch([read.decode()], endpoint=EMBED_URL)).endpoint == EMBED_URL
+
+
+async def test_a_callers_key_that_is_gone_is_not_the_fault_of_the_job_token(tmp_path: Path) -> None:
+    async with keyed(tmp_path) as run:
+        config = ClientConfig(token=secret_of("gateway"), call_metadata=call_metadata)
+        async with AsyncClient(run.router, config) as own:
+            rights = JobRights(lambda: own)
+            assert await rights.key_of_batch(secret_of("owner"), URL) == secret_digest(secret_of("owner"))
+            with pytest.raises(PermissionDenied) as caught:
+                await rights.key_of_batch(secret_of("nobody"), URL)
+            assert caught.value.reason == "KEY_GONE"
 
 
 async def test_lines_of_a_token_without_a_key_count_for_nobody(tmp_path: Path) -> None:

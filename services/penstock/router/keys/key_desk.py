@@ -93,7 +93,7 @@ class KeyDesk:
             raise PermissionDenied("the key that this call counts for is not in the file any more", reason="KEY_GONE")
         scope = METHOD_SCOPES.get(method)
         if scope is not None and scope not in key.scopes:
-            raise scope_missing((scope,))
+            raise scope_missing((scope,), of_owner=True)
         return key
 
     def begin(self, key: ApiKey, model: str) -> KeyAccount:
