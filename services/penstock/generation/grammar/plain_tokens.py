@@ -11,10 +11,14 @@ from penstock.generation.grammar.written_keys import KeyTokens
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Words of a mask with tokens, beyond which a text is free; tokens that are tried there.
+# Words of a mask with tokens, beyond which a text is free, mostly; tokens that are tried there first.
 _MANY, _FURTHEST = 512, 4096
 # What begins or ends parts of JSON, of tags and of lines.
 _STRUCTURE = b"\"{}[]<>()\\,:;|`=/'\n\r\t"
+# Values that are whole.
+_EMPTY = (b'""', b"[]", b"{}")
+# How far a token goes: what ends a tag, words, empty values, and all that begins no further part.
+_TAG_END, _WORD, _EMPTY_VALUE, _PART = 4000, 3000, 2000, 1000
 
 
 class PlainTokens:
@@ -40,7 +44,10 @@ class PlainTokens:
         words_W = mask_W[: len(self.words_W)]
         places_P = np.flatnonzero(words_W)
         if len(places_P) > _MANY:
-            return next((one for one in self._furthest if int(words_W[one >> 5]) >> (one & 31) & 1), None)
+            for one in self._furthest:
+                if int(words_W[one >> 5]) >> (one & 31) & 1:
+                    return one
+            # Not a free text, but a pattern that many short tokens of a large vocabulary fit.
         bits_P32 = np.unpackbits(words_W[places_P].view(np.uint8), bitorder="little").reshape(-1, 32)
         ids_N = (places_P[:, None] * 32 + np.arange(32))[bits_P32 == 1]
         ids_N = ids_N[ids_N < len(self.progress_V)]
@@ -53,6 +60,10 @@ class PlainTokens:
         if b"\n" in text:
             # What stands on the next line may be another part.
             return 1
+        if b"," in text:
+            # So may what follows a comma: an object could go on until it has the most keys.
+            return 1 + len(text)
         # A repeated character, as of a ruled line, is no word. A tag that ends something goes before one that begins.
         is_word = text.isalnum() and len(set(text)) * 2 > len(text)
-        return len(text) + (2000 if text.startswith((b"/", b"</")) else 1000 if is_word else 0)
+        is_end, is_empty = text.startswith((b"/", b"</")), text.strip() in _EMPTY
+        return len(text) + (_TAG_END if is_end else _WORD if is_word else _EMPTY_VALUE if is_empty else _PART)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import string
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,10 +25,15 @@ from factories.engine.grammars import (
     schema,
     text_tokenizer,
 )
+from factories.models.byte_tokenizer import save_byte_tokenizer
 from factories.wire.pydantic_models import model_of
 from penstock.generation.core.grammar import GrammarState
+from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
 from penstock.generation.grammar.matcher_state import CompiledGrammar
+from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.short_ends import ShortEnds
 from penstock.generation.grammar.spec import ConstraintSpec
+from penstock.generation.grammar.translate import to_lark
 from penstock.router.chat.chat_output import make_parser
 from penstock.router.chat.forced_calls import forced_grammar, held_grammar
 from penstock.router.chat.formats import TOOLS, choose_format
@@ -265,3 +274,45 @@ def test_a_text_that_may_end_at_some_of_its_places_alone_ends_in_time(most: int)
         text, state = drawn(compiled(schema(data)), most, seed, '{"data": "')
         jsonschema.validate(json.loads(text), data)
         assert state.is_cut
+
+
+def shortest_of(folder: Path, texts: Iterable[str], document: Any) -> str:
+    """Return the short output that is found for a schema, with a vocabulary of bytes and `texts`."""
+    made = list(texts)
+    save_byte_tokenizer(folder, made)
+    tokenizer = GrammarTokenizer(folder, 256 + len(made))
+    spec = schema(document)
+    assert spec.kind is not None
+    text = to_lark(spec.kind, spec.text, spec.choices)
+    matcher = new_matcher(tokenizer, text)
+    ends = ShortEnds(tokenizer, matcher, text)
+    found = ends.find(matcher, 512)
+    assert found is not None
+    assert ends.shortest == len(found)
+    return str(tokenizer.native.decode_str(list(found)))
+
+
+@pytest.mark.parametrize("texts", [['"",'], [' "",'], [' "', '"",', ' "",', '",', '","', '", "', " [],", "[],"]])
+def test_a_token_that_holds_a_comma_adds_no_member(tmp_path: Path, texts: list[str]) -> None:
+    document = {
+        "x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False},
+        "type": "object",
+        "properties": {"keys": {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1}},
+        "required": ["keys"],
+    }
+    text = shortest_of(tmp_path, [*texts, "...", "keys"], document)
+    assert len(json.loads(text)["keys"]) == 1
+    assert len(text) < 40
+
+
+def test_a_pattern_of_short_tokens_has_an_end_in_a_large_vocabulary(tmp_path: Path) -> None:
+    # One pair of letters among 31 longer words each: the tokens that go furthest are none of the pattern's.
+    pairs = ["".join(pair) for pair in itertools.product(string.ascii_uppercase, repeat=2)]
+    words = ("".join(word) for word in itertools.permutations("abcdefghij", 6))
+    texts = [text for pair in pairs for text in (pair, *itertools.islice(words, 31))]
+    document = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}},
+        "required": ["city"],
+    }
+    jsonschema.validate(json.loads(shortest_of(tmp_path, texts, document)), document)
