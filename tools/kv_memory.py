@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.cli.inspect_cache import bytes_read, context_bytes, index_key_numbers, layer_sights
 from penstock.generation.attention.cache_layout import LayerSight
@@ -42,12 +42,12 @@ class Memory(NamedTuple):
 def memory_of(name: str, num_tokens: int) -> Memory:
     """Return the bytes that a sequence of a published model holds."""
     values = json.loads(CONFIGS.read_text(encoding="utf-8"))[name]
-    sights = layer_sights(values, values["num_hidden_layers"])
+    tiled = sights_of(values)
+    sights = [replace(sight, align=1) for sight in tiled]
     each = 2 * values["num_key_value_heads"] * values["head_dim"] * _BFLOAT16
     if "kv_lora_rank" in values:
         # One row for all heads.
         each = (values["kv_lora_rank"] + values["qk_rope_head_dim"]) * _BFLOAT16
-    tiled = [replace(sight, align=_TILE) if sight.window else sight for sight in sights]
     numbers, stored = index_key_numbers(values, len(sights)), -(-num_tokens // _BLOCK) * _BLOCK
     scales = _SCALE * numbers // values.get("index_head_dim", 1)
     return Memory(
@@ -55,6 +55,17 @@ def memory_of(name: str, num_tokens: int) -> Memory:
         bytes_read(sights, each, num_tokens) + numbers * _BFLOAT16 * num_tokens,
         vllm_bytes(sights, each, num_tokens) + (numbers + scales) * stored,
     )
+
+
+def sights_of(values: Mapping[str, Any]) -> list[LayerSight]:
+    """Return what each layer's rows read, as the C++ kernels do."""
+    sights = layer_sights(values, values["num_hidden_layers"])
+    return [replace(sight, align=_TILE) if sight.window else sight for sight in sights]
+
+
+def index_layers_of(values: Mapping[str, Any]) -> int:
+    """Return the number of layers with an indexer."""
+    return index_key_numbers(values, values["num_hidden_layers"]) // values.get("index_head_dim", 1)
 
 
 def vllm_bytes(sights: Sequence[LayerSight], layer_bytes: int, num_tokens: int) -> int:
