@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories.full_disk import full_disk
 from factories.servers.shared_store import needs_shared_store, shared_store
 from penstock.common.errors import ResourceExhausted
 from penstock.gateway.config import GatewayConfig
@@ -16,6 +17,7 @@ from penstock.gateway.conversation_store import ConversationStore, KeptConversat
 from penstock.gateway.http_errors import HttpError
 from penstock.gateway.kept_stores import open_stores
 from penstock.gateway.redis_conversations import RedisConversations
+from penstock.gateway.response_store import StoreFailed
 from penstock.gateway.sqlite_conversations import SqliteConversations
 
 
@@ -154,3 +156,42 @@ async def test_a_file_outlives_the_process(tmp_path: Path) -> None:
     async with store(place) as kept:
         assert kept.num_conversations == 1
         assert await kept.get("a", "1") == conversation("1", "hello")
+
+
+async def counted(kept: SqliteConversations) -> tuple[int, int]:
+    """Rows and bytes that are in the file."""
+    query = "SELECT count(*), coalesce(sum(size), 0) FROM conversations"
+    rows, size = await kept._place.run(lambda: kept._rows.db.execute(query).fetchone())
+    return rows, size
+
+
+async def test_a_full_disk_keeps_what_there_was_and_counts_it(tmp_path: Path) -> None:
+    place, log = tmp_path / "kept", tmp_path / "kept-wal"
+
+    def grow(found: KeptConversation) -> None:
+        found.items.append({"id": f"msg_{len(found.items) + 1}", "text": "y" * 5000})
+
+    async with store(str(place), max_conversations=20) as kept:
+        assert isinstance(kept, SqliteConversations)
+        for number in range(5):
+            await kept.add("a", conversation(str(number), "x" * 5000))
+        with full_disk(place, log):
+            for number in range(5, 25):
+                with pytest.raises(StoreFailed):
+                    await kept.add("a", conversation(str(number), "x" * 5000))
+                with pytest.raises(StoreFailed):
+                    await kept.change("a", "1", grow)
+                with pytest.raises(StoreFailed):
+                    await kept.delete("a", "0")
+                assert (kept.num_conversations, kept.num_bytes) == await counted(kept)
+            # What there was is read.
+            assert await kept.get("a", "0") == conversation("0", "x" * 5000)
+        await kept.add("a", conversation("25", "x" * 5000))
+        await kept.change("a", "1", grow)
+        assert await kept.delete("a", "0")
+        assert (kept.num_conversations, kept.num_bytes) == await counted(kept)
+        found = {number: await kept.get("a", str(number)) for number in range(26)}
+        assert {number: len(one.items) for number, one in found.items() if one} == {1: 2, 2: 1, 3: 1, 4: 1, 25: 1}
+    # A new process counts the same.
+    async with store(str(place)) as kept:
+        assert kept.num_conversations == 5

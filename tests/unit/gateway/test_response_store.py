@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from factories.full_disk import full_disk
 from factories.servers.shared_store import needs_shared_store, shared_store
 from penstock.common.errors import StartupError
 from penstock.gateway.redis_place import is_shared
@@ -152,18 +152,6 @@ async def counted(kept: SqliteResponses) -> tuple[int, int]:
     query = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
     rows, size = await kept.place.run(lambda: kept.place.db.execute(query).fetchone())
     return rows, size
-
-
-@contextmanager
-def full_disk(*files: Path) -> Iterator[None]:
-    """Let no file grow beyond the largest of these, in this process: a write behind it fails, at the end of a
-    transaction."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max(file.stat().st_size for file in files), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_full_disk_keeps_what_there_was_and_counts_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories.full_disk import full_disk
 from factories.servers.postgres import Postgres, needs_postgres, running_postgres
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, StartupError
 from penstock.database.postgres_database import PostgresDatabase
@@ -460,3 +461,36 @@ async def test_a_store_of_an_older_release_is_taken(tmp_path: Path) -> None:
     (line,) = await Store(newer).batches.take("one", 9, {})
     assert (line.batch_id, line.key_digest) == (made.batch_id, "")
     await newer.close()
+
+
+async def test_a_full_disk_keeps_what_there_was_and_each_line_has_one_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    database = open_job_database(str(folder))
+    await database.open()
+    try:
+        store = Store(database)
+        kept, batch = await store.file(data=b"y" * 3000), await store.batch(lines=2)
+        line, other = await store.batches.take("one", 2, {})
+        before = await store.batches.counts()
+        answer = b'{"a": "' + b"z" * 8000 + b'"}'
+        with full_disk(folder / "jobs.sqlite", folder / "jobs.sqlite-wal"):
+            for _ in range(10):
+                with pytest.raises(DatabaseFailed):
+                    await store.file(data=b"x" * 8000)
+                with pytest.raises(DatabaseFailed):
+                    await store.batches.answer(line, answer, has_failed=False)
+                with pytest.raises(DatabaseFailed):
+                    await store.files.delete("a", kept.file_id)
+            assert await store.content("a", kept.file_id) == b"y" * 3000
+            assert (await store.batches.get("a", batch.batch_id)).completed == 0
+        # Bytes of a file that never became whole are none of a file's that is seen.
+        await store.files.sweep(store.now + 1)
+        after = await store.batches.counts()
+        assert after == before
+        for one in (line, other):
+            assert await store.batches.answer(one, answer, has_failed=False)
+        assert not await store.batches.answer(line, answer, has_failed=False)
+        assert (await store.batches.get("a", batch.batch_id)).completed == 2
+        await store.files.delete("a", kept.file_id)
+    finally:
+        await database.close()

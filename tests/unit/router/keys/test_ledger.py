@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from factories.full_disk import full_disk
 from factories.servers.postgres import Postgres, needs_postgres, running_postgres
 from penstock.common.errors import Unavailable
 from penstock.database.postgres_database import PostgresDatabase
@@ -229,3 +230,27 @@ async def test_too_many_that_wait_are_refused(make_database: Any) -> None:
         database.fails = ""
         await ledger.end(ended(reservation(ledger, 1), 0, 0))
         assert (await today(ledger)).reserved == 0
+
+
+async def test_a_full_disk_refuses_what_begins_and_keeps_every_end(tmp_path: Path) -> None:
+    database = SqliteDatabase(str(tmp_path), "ledger.sqlite", "--ledger", SCHEMA, is_shared=True)
+    async with opened(database) as ledger:
+        begun = [reservation(ledger, 60, limit=1000) for _ in range(8)]
+        for asked in begun:
+            assert await ledger.reserve(asked) is None
+        refused = 0
+        with full_disk(tmp_path / "ledger.sqlite", tmp_path / "ledger.sqlite-wal"):
+            ends = [ledger.end(ended(asked, 10, 5)) for asked in begun]
+            for _ in range(5):
+                with pytest.raises(Unavailable, match="ledger"):
+                    await ledger.reserve(reservation(ledger, 1, limit=1000))
+                refused += 1
+            assert not any(end.done() for end in ends)
+            # What there was is read.
+            assert (await today(ledger)).reserved == 8 * 60
+            with pytest.raises(Unavailable, match="ledger"):
+                await ledger.revoke([b"d" * 32], "a")
+        await asyncio.gather(*ends)
+        assert await ledger.reserve(reservation(ledger, 1000 - 8 * 15, limit=1000)) is None
+        usage = await today(ledger)
+        assert (usage.answers, usage.used, usage.reserved) == (8, 8 * 15, 1000 - 8 * 15)
