@@ -37,7 +37,7 @@ class PlainTokens:
         # (V) how far a token goes towards the end of a text of some length: words first. 0: it is no text.
         self.progress_V = np.array([self._progress(keys.bytes_of(one)) for one in range(vocab_size)], dtype=np.int32)
         self.progress_V[list(control)] = 0
-        self._furthest = np.argsort(-self.progress_V, kind="stable")[:_FURTHEST].tolist()
+        self._furthest: list[int] = np.argsort(-self.progress_V, kind="stable")[:_FURTHEST].tolist()
 
     def furthest(self, mask_W: npt.NDArray[np.uint32]) -> int | None:
         """Return the token of a mask that goes furthest; None: the mask has no text."""
