@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 from penstock.common.errors import FailedPrecondition, PenstockError
+from penstock.common.kept_running import kept_running
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.gateway.config import GatewayConfig
@@ -149,7 +150,8 @@ class Background:
         assert run.work is not None
         begin, reason = time.monotonic(), ""
         with holding:
-            renewing = asyncio.create_task(self._renew(run))
+            pause = self._config.background_sign_seconds / _RENEWALS
+            renewing = asyncio.create_task(kept_running(lambda: self._renew(run), _log, "signs of life", pause))
             try:
                 await run.work
             except asyncio.CancelledError:

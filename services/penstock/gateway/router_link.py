@@ -11,6 +11,7 @@ from penstock_client import AsyncClient, ClientConfig, TLSConfig
 from penstock.common.config import is_loopback
 from penstock.common.credentials import TokenFile, channel_tls_context, check_channel_files
 from penstock.common.errors import StartupError
+from penstock.common.kept_running import kept_running
 from penstock.common.logging import get_logger
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import call_metadata
@@ -61,7 +62,7 @@ class RouterLink:
 
     async def wait_serving(self) -> None:
         """Return once the router serves, and follow its health from then on. Raises StartupError naming --router."""
-        self._health = asyncio.create_task(self._follow_health())
+        self._health = asyncio.create_task(kept_running(self._follow_health, _log, "health", _RETRY_SECONDS))
         router, seconds = self._config.router, self._config.start_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -88,6 +89,7 @@ class RouterLink:
         # Health needs no token.
         channel = self._channel.for_stubs
         while True:
+            self._serves.clear()
             with contextlib.suppress(grpc.RpcError):
                 async with contextlib.aclosing(watch_health(channel, ROUTER_SERVICE)) as updates:
                     async for is_serving in updates:

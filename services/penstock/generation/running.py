@@ -12,6 +12,7 @@ from typing import TypeVar
 from penstock.common.environment import current_environment
 from penstock.common.errors import FailedPrecondition, StartupError
 from penstock.common.heap import trim_heap
+from penstock.common.kept_running import kept_running
 from penstock.common.logging import get_logger
 from penstock.common.progress import StartCancelled
 from penstock.generation.adapters.adapter_access import AdapterAccess
@@ -309,7 +310,10 @@ class RunningEngine:
             self._watch = None
         files = tuple({*loaded.weights.device.mapped_files, *self._draft_files})
         if files and self._config.weights_check_seconds:
-            self._watch = asyncio.create_task(self._watch_weights(files))
+            seconds = self._config.weights_check_seconds
+            self._watch = asyncio.create_task(
+                kept_running(lambda: self._watch_weights(files), _log, "watch of weights", seconds)
+            )
 
     async def _watch_weights(self, files: Sequence[MappedFile]) -> None:
         error = await weights_written(files, self._config.weights_check_seconds)

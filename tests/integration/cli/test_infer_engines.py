@@ -85,6 +85,18 @@ def test_a_wrong_endpoint_is_told_by_the_flag() -> None:
     assert caught.value.flag == "--endpoint"
 
 
+def test_whatever_ends_its_thread_in_the_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndOfThread(BaseException):
+        pass
+
+    def end(_: str | None) -> Path:
+        raise EndOfThread
+
+    monkeypatch.setattr(engine_router, "resolve_model", end)
+    with pytest.raises(EndOfThread), EngineRouter(None, f"vllm://127.0.0.1:{free_port()}"):
+        pass
+
+
 async def test_what_stops_it_after_the_start_is_raised_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[RouterApp] = []
 

@@ -72,7 +72,8 @@ class EngineRouter:
         except asyncio.CancelledError:
             # By `_end`: nobody waits for the start any more.
             self._ready.cancel()
-        except Exception as error:
+        except BaseException as error:
+            # Whoever waits for the start, or comes to the end, hears of it: nobody else would.
             if self._ready.done():
                 self._fault = error
             else:
@@ -112,7 +113,7 @@ async def _running(
     return server
 
 
-def _told(error: Exception) -> Exception:
+def _told(error: BaseException) -> BaseException:
     """Return a start's error with the flag of this command."""
     if isinstance(error, StartupError) and error.flag == "--backend":
         return StartupError(error.message.replace("--backend", _FLAG), flag=_FLAG)

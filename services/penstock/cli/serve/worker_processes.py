@@ -28,6 +28,8 @@ from penstock.common.addresses import BoundAddresses, require_free_port
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import BearerTokens
 from penstock.common.errors import StartupError
+from penstock.common.kept_running import kept_running
+from penstock.common.logging import get_logger
 from penstock.common.options import options_of
 from penstock.common.progress import StageProgress
 from penstock.serving.health_socket import HealthSocket
@@ -40,6 +42,7 @@ MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 30.0
 STABLE_SECONDS = 60.0
 # Options that the parent sets for its workers.
 _OWN = ("processes", "port", "metrics_port", "health_socket")
+_log = get_logger("penstock.cli")
 
 
 @contextlib.contextmanager
@@ -247,7 +250,7 @@ async def metrics_tokens_of(config: ServerConfig) -> AsyncIterator[BearerTokens 
     watch = RevokedWatch(config)
     try:
         await watch.open()
-        following = asyncio.create_task(watch.run())
+        following = asyncio.create_task(kept_running(watch.run, _log, "revoked keys", MIN_WAIT_SECONDS))
         try:
             yield metrics_tokens(config, watch.ring)
         finally:

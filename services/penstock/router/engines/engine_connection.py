@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.errors import InvalidArgument, PenstockError, Unavailable
+from penstock.common.kept_running import kept_running
 from penstock.common.logging import get_logger
 from penstock.engines import smg_common_pb2
 from penstock.router.config import RouterConfig
@@ -104,15 +105,22 @@ class EngineConnection:
 
     async def watch_loads(self) -> AsyncGenerator[admin_pb2.WatchLoadResponse]:
         """See BackendConnection."""
-        following = asyncio.create_task(self._follow_blocks(self._blocks)) if self._blocks is not None else None
+        blocks, following = self._blocks, None
+        if blocks is not None:
+            # Its faults cost a routing by estimates, and no load reports.
+            follow = kept_running(
+                lambda: self._follow_blocks(blocks), _log, "cache events", self._config.reconnect_max_seconds
+            )
+            following = asyncio.create_task(follow)
         try:
             async with contextlib.aclosing(self._loads()) as loads:
                 async for load in loads:
-                    changes = self._blocks.changes() if self._blocks is not None else None
+                    changes = blocks.changes() if blocks is not None else None
                     yield admin_pb2.WatchLoadResponse(load=load, prefixes=changes)
         finally:
             if following is not None:
                 following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
     async def _loads(self) -> AsyncGenerator[admin_pb2.Load]:
         request = self._codec.messages.GetLoadsRequest()

@@ -47,6 +47,31 @@ async def test_a_key_that_was_revoked_reads_no_metrics_of_several_processes(tmp_
         await until(lambda: not reads("b"))
 
 
+async def test_a_look_that_breaks_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    async with metrics_tokens_of(config) as tokens:
+        assert tokens is not None
+        broken: list[object] = []
+
+        def breaks(rows: object) -> None:
+            broken.append(rows)
+            raise RuntimeError("a fault of our own")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger_tables, "revoked", breaks)
+            await until(lambda: bool(broken))
+        await revoke(config, "b")
+
+        def is_refused() -> bool:
+            try:
+                tokens.accepts(f"Bearer {secret_of('b')}")
+            except Unauthenticated:
+                return True
+            return False
+
+        await until(is_refused)
+
+
 async def test_without_keys_or_metrics_there_is_no_ledger_to_open(tmp_path: Path) -> None:
     for config in (RouterConfig(), config_of(tmp_path, metrics_port=-1)):
         async with metrics_tokens_of(config) as tokens:
