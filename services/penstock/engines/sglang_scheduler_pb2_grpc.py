@@ -75,6 +75,11 @@ class SglangSchedulerStub(object):
                 request_serializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerChunk.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents',
+                request_serializer=penstock_dot_engines_dot_smg__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=penstock_dot_engines_dot_smg__common__pb2.KvEventBatch.FromString,
+                _registered_method=True)
 
 
 class SglangSchedulerServicer(object):
@@ -122,6 +127,12 @@ class SglangSchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SglangSchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -159,6 +170,11 @@ def add_SglangSchedulerServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerRequest.FromString,
                     response_serializer=penstock_dot_engines_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=penstock_dot_engines_dot_smg__common__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=penstock_dot_engines_dot_smg__common__pb2.KvEventBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -349,6 +365,33 @@ class SglangScheduler(object):
             '/sglang.grpc.scheduler.SglangScheduler/GetTokenizer',
             penstock_dot_engines_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
             penstock_dot_engines_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents',
+            penstock_dot_engines_dot_smg__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+            penstock_dot_engines_dot_smg__common__pb2.KvEventBatch.FromString,
             options,
             channel_credentials,
             insecure,

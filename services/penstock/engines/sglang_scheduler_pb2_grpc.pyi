@@ -43,6 +43,7 @@ class SglangSchedulerStub:
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_sglang_scheduler_pb2.GetServerInfoRequest, _sglang_scheduler_pb2.GetServerInfoResponse]
     GetLoads: _grpc.UnaryUnaryMultiCallable[_sglang_scheduler_pb2.GetLoadsRequest, _sglang_scheduler_pb2.GetLoadsResponse]
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_smg_common_pb2.GetTokenizerRequest, _smg_common_pb2.GetTokenizerChunk]
+    SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_smg_common_pb2.SubscribeKvEventsRequest, _smg_common_pb2.KvEventBatch]
 
 @_typing.type_check_only
 class SglangSchedulerAsyncStub(SglangSchedulerStub):
@@ -54,6 +55,7 @@ class SglangSchedulerAsyncStub(SglangSchedulerStub):
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_sglang_scheduler_pb2.GetServerInfoRequest, _sglang_scheduler_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     GetLoads: _aio.UnaryUnaryMultiCallable[_sglang_scheduler_pb2.GetLoadsRequest, _sglang_scheduler_pb2.GetLoadsResponse]  # type: ignore[assignment]
     GetTokenizer: _aio.UnaryStreamMultiCallable[_smg_common_pb2.GetTokenizerRequest, _smg_common_pb2.GetTokenizerChunk]  # type: ignore[assignment]
+    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_smg_common_pb2.SubscribeKvEventsRequest, _smg_common_pb2.KvEventBatch]  # type: ignore[assignment]
 
 class SglangSchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -104,5 +106,12 @@ class SglangSchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _smg_common_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_smg_common_pb2.GetTokenizerChunk], _abc.AsyncIterator[_smg_common_pb2.GetTokenizerChunk]]: ...
+
+    @_abc_1.abstractmethod
+    def SubscribeKvEvents(
+        self,
+        request: _smg_common_pb2.SubscribeKvEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_smg_common_pb2.KvEventBatch], _abc.AsyncIterator[_smg_common_pb2.KvEventBatch]]: ...
 
 def add_SglangSchedulerServicer_to_server(servicer: SglangSchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

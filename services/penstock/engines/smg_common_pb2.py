@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/engines/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"9\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"\x8b\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"p\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x14\n\x12_parent_block_hash\"\x90\x01\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x14\n\x07lora_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_level\x18\x05 \x01(\x05H\x01\x88\x01\x01\x42\n\n\x08_lora_idB\x0e\n\x0c_cache_level\"Q\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\x12\x18\n\x0b\x63\x61\x63he_level\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_cache_level\"\x10\n\x0eKvCacheCleared\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/engines/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"9\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"\x8b\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"\xbe\x01\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\tlora_name\x18\x0b \x01(\tH\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0c \x01(\tH\x02\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\x0c\n\n_lora_nameB\r\n\x0b_cache_salt\"\x11\n\x0fKvBlockExtraKey\"\xc6\x01\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x14\n\x07lora_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_level\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x34\n\nextra_keys\x18\x06 \x03(\x0b\x32 .smg.grpc.common.KvBlockExtraKeyB\n\n\x08_lora_idB\x0e\n\x0c_cache_level\"Q\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\x12\x18\n\x0b\x63\x61\x63he_level\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_cache_level\"\x10\n\x0eKvCacheCleared\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -31,16 +31,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVEVENTBATCH']._serialized_end=327
   _globals['_KVCACHEEVENT']._serialized_start=330
   _globals['_KVCACHEEVENT']._serialized_end=526
-  _globals['_KVBLOCKSSTORED']._serialized_start=528
-  _globals['_KVBLOCKSSTORED']._serialized_end=640
-  _globals['_KVBLOCK']._serialized_start=643
-  _globals['_KVBLOCK']._serialized_end=787
-  _globals['_KVBLOCKSREMOVED']._serialized_start=789
-  _globals['_KVBLOCKSREMOVED']._serialized_end=870
-  _globals['_KVCACHECLEARED']._serialized_start=872
-  _globals['_KVCACHECLEARED']._serialized_end=888
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=890
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=928
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=930
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=984
+  _globals['_KVBLOCKSSTORED']._serialized_start=529
+  _globals['_KVBLOCKSSTORED']._serialized_end=719
+  _globals['_KVBLOCKEXTRAKEY']._serialized_start=721
+  _globals['_KVBLOCKEXTRAKEY']._serialized_end=738
+  _globals['_KVBLOCK']._serialized_start=741
+  _globals['_KVBLOCK']._serialized_end=939
+  _globals['_KVBLOCKSREMOVED']._serialized_start=941
+  _globals['_KVBLOCKSREMOVED']._serialized_end=1022
+  _globals['_KVCACHECLEARED']._serialized_start=1024
+  _globals['_KVCACHECLEARED']._serialized_end=1040
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1042
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1080
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1082
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1136
 # @@protoc_insertion_point(module_scope)

@@ -150,13 +150,19 @@ Global___KvCacheEvent: _TypeAlias = KvCacheEvent  # noqa: Y015
 
 @_typing.final
 class KvBlocksStored(_message.Message):
-    """Blocks that follow each other, the first one after the parent; without a parent it begins a prompt."""
+    """Blocks that follow each other, the first one after the parent; without a parent it begins a prompt. A block may be
+    stored twice; then it is removed twice, too. With an adapter or a salt only requests that have it find them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     PARENT_BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     parent_block_hash: _builtins.int
+    lora_name: _builtins.str
+    cache_salt: _builtins.str
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]: ...
     def __init__(
@@ -164,16 +170,44 @@ class KvBlocksStored(_message.Message):
         *,
         blocks: _abc.Iterable[Global___KvBlock] | None = ...,
         parent_block_hash: _builtins.int | None = ...,
+        lora_name: _builtins.str | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_lora_name", b"_lora_name", "_parent_block_hash", b"_parent_block_hash", "cache_salt", b"cache_salt", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "blocks", b"blocks", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_lora_name", b"_lora_name", "_parent_block_hash", b"_parent_block_hash", "blocks", b"blocks", "cache_salt", b"cache_salt", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__lora_name: _TypeAlias = _typing.Literal["lora_name"]  # noqa: Y015
+    _WhichOneofArgType__lora_name: _TypeAlias = _typing.Literal["_lora_name", b"_lora_name"]  # noqa: Y015
     _WhichOneofReturnType__parent_block_hash: _TypeAlias = _typing.Literal["parent_block_hash"]  # noqa: Y015
     _WhichOneofArgType__parent_block_hash: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora_name) -> _WhichOneofReturnType__lora_name | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_block_hash) -> _WhichOneofReturnType__parent_block_hash | None: ...
 
 Global___KvBlocksStored: _TypeAlias = KvBlocksStored  # noqa: Y015
+
+@_typing.final
+class KvBlockExtraKey(_message.Message):
+    """What the hash is made of beside the ids (a salt, an image): it is only counted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlockExtraKey: _TypeAlias = KvBlockExtraKey  # noqa: Y015
 
 @_typing.final
 class KvBlock(_message.Message):
@@ -184,6 +218,7 @@ class KvBlock(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     LORA_ID_FIELD_NUMBER: _builtins.int
     CACHE_LEVEL_FIELD_NUMBER: _builtins.int
+    EXTRA_KEYS_FIELD_NUMBER: _builtins.int
     block_hash: _builtins.int
     block_size: _builtins.int
     lora_id: _builtins.int
@@ -191,6 +226,8 @@ class KvBlock(_message.Message):
     """0: the device, 1: the host. Unset: the device."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def extra_keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlockExtraKey]: ...
     def __init__(
         self,
         *,
@@ -199,10 +236,11 @@ class KvBlock(_message.Message):
         block_size: _builtins.int = ...,
         lora_id: _builtins.int | None = ...,
         cache_level: _builtins.int | None = ...,
+        extra_keys: _abc.Iterable[Global___KvBlockExtraKey] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "cache_level", b"cache_level", "lora_id", b"lora_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "block_hash", b"block_hash", "block_size", b"block_size", "cache_level", b"cache_level", "lora_id", b"lora_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "block_hash", b"block_hash", "block_size", b"block_size", "cache_level", b"cache_level", "extra_keys", b"extra_keys", "lora_id", b"lora_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_level: _TypeAlias = _typing.Literal["cache_level"]  # noqa: Y015
     _WhichOneofArgType__cache_level: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level"]  # noqa: Y015

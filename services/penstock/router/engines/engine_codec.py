@@ -42,7 +42,7 @@ class EngineChunk:
 class EngineCodec(Protocol):
     """Messages of one engine's protocol. It has no state.
 
-    The stub has Abort, Embed, GetLoads, GetModelInfo, GetServerInfo, GetTokenizer and HealthCheck.
+    The stub has Abort, Embed, GetLoads, GetModelInfo, GetServerInfo, GetTokenizer, HealthCheck and SubscribeKvEvents.
     """
 
     # Name for people, full name of its service, and the most alternatives of a log-probability.
@@ -57,8 +57,6 @@ class EngineCodec(Protocol):
     constraints: frozenset[str]
     # Calls with a single answer that it has.
     calls: frozenset[str]
-    # True: it may tell of its cached blocks (SubscribeKvEvents).
-    tells_blocks: bool
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
         """Make the stub of its service."""
@@ -75,8 +73,8 @@ class EngineCodec(Protocol):
     def aborts(self, request_ids: Sequence[str]) -> list[Message]:
         """Make the requests of Abort."""
 
-    def sizes(self, server: Any) -> tuple[int, int]:
-        """Return the running window and the tokens of a KV block from GetServerInfo; 0: it does not tell."""
+    def window(self, server: Any) -> int:
+        """Return the most requests that it runs at once from GetServerInfo; 0: it does not tell."""
 
     def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
         """Make the Generate request that returns the log-probabilities of these tokens."""

@@ -18,7 +18,7 @@ from penstock.common.kept_running import kept_running
 from penstock.common.logging import get_logger
 from penstock.engines import smg_common_pb2
 from penstock.router.config import RouterConfig
-from penstock.router.engines.engine_blocks import EngineBlocks
+from penstock.router.engines.engine_blocks import NAMED_TOKENS, EngineBlocks
 from penstock.router.engines.engine_calls import EngineCalls
 from penstock.router.engines.engine_codec import EngineCodec
 from penstock.router.engines.engine_model import EngineModel, read_model
@@ -58,7 +58,7 @@ class EngineConnection:
         self._health = health_pb2_grpc.HealthStub(channel.for_stubs)
         self._model: EngineModel | None = None
         self._session: EngineSession | None = None
-        # What it tells of its cached blocks; None: nothing, or its blocks have no size.
+        # What it tells of its cached blocks; None: it is not asked.
         self._blocks: EngineBlocks | None = None
         suffix, numbers = secrets.token_hex(4), itertools.count()
         self.calls = EngineCalls(
@@ -82,11 +82,10 @@ class EngineConnection:
         loads = await self._ask(self._stub.GetLoads, messages.GetLoadsRequest())
         kv_tokens = sum(max(load.max_total_num_tokens, 0) for load in loads.loads)
         self._model = read_model(
-            told, await self._bundle(told), self._codec.sizes(server), kv_tokens, self._codec.max_top_logprobs
+            told, await self._bundle(told), self._codec.window(server), kv_tokens, self._codec.max_top_logprobs
         )
-        block_size = self._model.info.kv.block_size
-        if self._codec.tells_blocks and self._config.prefix_reports and block_size:
-            self._blocks = EngineBlocks(block_size, self._config.max_known_blocks)
+        if self._config.prefix_reports:
+            self._blocks = EngineBlocks(NAMED_TOKENS, self._config.max_known_blocks)
         # No engine tells whether its cache is on.
         _log.warning(
             "the engine's prefix cache, if it is on, is shared by all tenants and values of cache_salt: its protocol "

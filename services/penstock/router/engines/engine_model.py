@@ -15,6 +15,7 @@ from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.table import RequestOptions
 from penstock.generation.wire.option_messages import from_options
+from penstock.router.engines.engine_blocks import NAMED_TOKENS
 from penstock.router.engines.tokenizer_bundle import BundleFacts
 from penstock.v1 import common_pb2, config_pb2, model_pb2
 
@@ -35,10 +36,10 @@ class EngineModel:
 
 
 def read_model(
-    told: Any, bundle: BundleFacts | None, sizes: tuple[int, int], kv_tokens: int, max_top_logprobs: int
+    told: Any, bundle: BundleFacts | None, window: int, kv_tokens: int, max_top_logprobs: int
 ) -> EngineModel:
     """Read what an engine tells of its model: `told` is its GetModelInfoResponse, `bundle` its files if it sends them,
-    `sizes` its running window and the tokens of a KV block, `kv_tokens` the size of its KV memory; 0: not known.
+    `window` the most requests that it runs at once, `kv_tokens` the size of its KV memory; 0: not known.
 
     Raises StartupError for facts that no model has.
     """
@@ -48,7 +49,6 @@ def read_model(
     ids = _ids(told.eos_token_ids, vocabulary)
     defaults = bundle.defaults if bundle is not None else _told_defaults(told.default_sampling_params_json, ids)
     name = told.served_model_name or PurePosixPath(told.model_path).name
-    window, block_size = sizes
     limits = RequestLimits(max_top_logprobs=max_top_logprobs)
     facts = ModelFacts(
         name,
@@ -63,9 +63,8 @@ def read_model(
         architecture=next(iter(told.architectures), ""),
         model_type=told.model_type,
         world_size=1,
-        kv=model_pb2.KvGeometry(
-            block_size=block_size, num_blocks=kv_tokens // block_size if block_size else 0, prefix_cache=True
-        ),
+        # Blocks as the router names them, whatever the engine's own are.
+        kv=model_pb2.KvGeometry(block_size=NAMED_TOKENS, num_blocks=kv_tokens // NAMED_TOKENS, prefix_cache=True),
         limits=model_pb2.Limits(
             max_context_tokens=context,
             max_running_sequences=window,

@@ -35,7 +35,6 @@ class SglangCodec:
     params: frozenset[str] = frozenset(("logit_bias",))
     constraints: frozenset[str] = frozenset(kind.value for kind in _CONSTRAINTS)
     calls: frozenset[str] = frozenset(("Score",))
-    tells_blocks = False
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
         """See EngineCodec."""
@@ -106,9 +105,9 @@ class SglangCodec:
         """See EngineCodec."""
         return [sglang_scheduler_pb2.AbortRequest(request_id=one, reason="cancelled") for one in request_ids]
 
-    def sizes(self, server: sglang_scheduler_pb2.GetServerInfoResponse) -> tuple[int, int]:
+    def window(self, server: sglang_scheduler_pb2.GetServerInfoResponse) -> int:
         """See EngineCodec."""
-        return 0, 0
+        return 0
 
     def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
         """See EngineCodec."""

@@ -34,7 +34,6 @@ class VllmCodec:
     params: frozenset[str] = frozenset(("logit_bias", "prompt_logprobs"))
     constraints: frozenset[str] = frozenset(kind.value for kind in ConstraintKind)
     calls: frozenset[str] = frozenset(("Score", "Embed"))
-    tells_blocks = True
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
         """See EngineCodec."""
@@ -108,9 +107,9 @@ class VllmCodec:
         """See EngineCodec."""
         return [vllm_engine_pb2.AbortRequest(request_ids=request_ids)]
 
-    def sizes(self, server: vllm_engine_pb2.GetServerInfoResponse) -> tuple[int, int]:
+    def window(self, server: vllm_engine_pb2.GetServerInfoResponse) -> int:
         """See EngineCodec."""
-        return max(server.max_num_seqs, 0), max(server.block_size, 0)
+        return max(server.max_num_seqs, 0)
 
     def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
         """See EngineCodec."""

@@ -20,7 +20,7 @@ def model() -> EngineModel:
     told = vllm.GetModelInfoResponse(
         served_model_name="m", is_generation=True, max_context_length=100, vocab_size=50, eos_token_ids=[2]
     )
-    return read_model(told, None, (8, 16), 1600, CODEC.max_top_logprobs)
+    return read_model(told, None, 8, 1600, CODEC.max_top_logprobs)
 
 
 def resolved(**fields: Any) -> EngineRequest:
