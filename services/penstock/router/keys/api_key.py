@@ -73,9 +73,9 @@ def scope_missing(scopes: Sequence[KeyScope], *, of_owner: bool = False) -> Perm
     """Make the refusal of a call that needs one of these scopes. `of_owner`: of the key that the call counts for, not
     of the one that makes it."""
     wanted = " or ".join(scopes)
-    whose = "the key that this call counts for" if of_owner else "this key"
+    name = "the key that this call counts for" if of_owner else "this key"
     metadata = {"scope": wanted, **({"key": "owner"} if of_owner else {})}
-    return PermissionDenied(f"{whose} lacks the scope {wanted}", reason="SCOPE_MISSING", metadata=metadata)
+    return PermissionDenied(f"{name} lacks the scope {wanted}", reason="SCOPE_MISSING", metadata=metadata)
 
 
 def digest_of(secret: bytes) -> bytes:
