@@ -72,6 +72,18 @@ def test_a_prompt_is_there_until_its_blocks_are_evicted() -> None:
     assert collected(evict).matched() < 10
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+def test_a_prompt_that_comes_back_from_the_host_pool_is_told_again(num_host_blocks: int) -> None:
+    engine, _ = make_engine(engine_config(num_blocks=20, num_host_blocks=num_host_blocks))
+    gateway = Gateway(engine)
+    run(engine, request(PROMPT))
+    run(engine, request(range(100, 168)))
+    assert gateway.matched() < 10
+    run(engine, request(PROMPT))
+    assert (engine.stats.host_prefix_hit_tokens > 0) is bool(num_host_blocks)
+    assert gateway.matched() == 10
+
+
 def test_a_salted_prompt_is_not_told() -> None:
     engine, _ = make_engine(engine_config())
     gateway = Gateway(engine)

@@ -13,7 +13,7 @@ from penstock.generation.engine.host_block import HostBlock
 from penstock.generation.engine.host_pool import HostPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.sequence import Sequence
@@ -122,6 +122,16 @@ class BlockTables:
         for sequence, _ in starts:
             for number, table in enumerate(sequence.tables):
                 self._extend(number, table, self.length_for(number, sequence.num_tokens, table.num_released))
+
+    def report_brought(self, sequences: Iterable[Sequence], salt: str) -> None:
+        """Report the blocks of sequences that start: some came back from the host pool. O(blocks) where anybody
+        hears."""
+        for hear in self.on_cached:
+            for sequence in sequences:
+                hashes = sequence.block_hashes[: sequence.num_cached_blocks]
+                # One that was swapped may have blocks that nothing finds.
+                lost = (index for index, block_hash in enumerate(hashes) if not self.pool.holding(block_hash))
+                hear(sequence, salt, 0, next(lost, len(hashes)))
 
     def take_over_blocks(self, sequence: Sequence, first: int, prefix: FoundPrefix) -> None:
         """Put found blocks into the tables from place `first` on, the block of the next token to compute.

@@ -607,8 +607,11 @@ class Scheduler:
         group.state = GroupState.RUNNING
         if self.host is not None and group.is_swapped:
             self.host.swap_in(group)
+            self.tables.report_brought(group.sequences, group.block_salt)
             return True
         self.tables.start(starts)
+        if self.host is not None:
+            self.tables.report_brought([one for one, _ in starts], group.block_salt)
         if self.snapshots is not None:
             for sequence, prefix in starts:
                 if len(prefix):
