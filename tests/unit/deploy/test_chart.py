@@ -22,6 +22,7 @@ from factories.yaml_files import read_yaml, yaml_documents
 from penstock.cli.serve.service_process import ROLES
 from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.options import options_of
+from penstock.engines import vllm_engine_pb2
 from penstock.gateway.app import _POST as POSTED
 from penstock.router.backend_targets import scheme_of, service_of
 
@@ -52,6 +53,10 @@ SETTINGS = {
         *("--set", "inferencePool.enabled=true,inferencePool.parentGateway=inference"),
         *("--set", "inferencePool.hostnames[0].name=llm.example.org"),
     ],
+    "fleet": [
+        *("--set", "generationPool.enabled=true,generationPool.parentGateway=inference"),
+        *("--set", "generationPool.clients[0].namespaceSelector.matchLabels.app=gateways"),
+    ],
     "clients": [
         *("--set", "networkPolicy.clients[0].podSelector.matchLabels.app=shop,serviceAccount.create=false"),
         *("--set", "auth.keysSecret=keys"),
@@ -64,6 +69,7 @@ APART = [
     {"gpu", "npu"},
     {"production", "vllm"},
     {"production", "pool"},
+    {"production", "fleet"},
     {"small", "pool"},
     {"clients", "endpoints"},
     {"small", "jobs"},
@@ -82,7 +88,7 @@ QUICK = [
     ("production", "gpu", "hub", "clients"),
     ("npu", "claim", "small"),
     ("hub", "vllm", "endpoints", "pool"),
-    ("claim", "jobs", "adapters", "pool"),
+    ("claim", "jobs", "adapters", "pool", "fleet"),
     ("claim", "small", "vllm"),
 ]
 
@@ -252,11 +258,15 @@ def check_rights(documents: tuple[Document, ...]) -> None:
 def check_pool(documents: tuple[Document, ...]) -> None:
     """A pool's port is that of the gateway, which shows its metrics without a token and allows the route's names."""
     for pool in of_kind(documents, "InferencePool"):
+        routes = {route["metadata"]["name"]: route for route in of_kind(documents, "HTTPRoute")}
+        route = routes[pool["metadata"]["name"]]
+        if pool["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"] == "generation":
+            check_generation_pool(documents, pool, route)
+            continue
         gateway = container(pods(documents)["gateway"])
         http = [port["containerPort"] for port in gateway["ports"] if port["name"] == "http"]
         assert pool["spec"]["targetPorts"] == [{"number": port} for port in http]
         assert not [argument for argument in gateway["args"] if argument.startswith("--metrics-token-file")]
-        [route] = of_kind(documents, "HTTPRoute")
         assert f"--allowed-hosts={','.join(route['spec']['hostnames'])}" in gateway["args"]
         references = [one for rule in route["spec"]["rules"] for one in rule["backendRefs"]]
         services = {service["metadata"]["name"]: service["spec"] for service in of_kind(documents, "Service")}
@@ -265,6 +275,29 @@ def check_pool(documents: tuple[Document, ...]) -> None:
         assert references[1]["port"] in [port["port"] for port in services[references[1]["name"]]["ports"]]
         paths = [match["path"]["value"] for match in route["spec"]["rules"][0]["matches"]]
         assert set(paths) <= set(POSTED)
+
+
+def check_generation_pool(documents: tuple[Document, ...], pool: Document, route: Document) -> None:
+    """Pods of the pool speak vLLM's gRPC, in the clear, and the Gateway may call them; the route has calls of it."""
+    template = pods(documents)["generation"]
+    assert matches(pool["spec"]["selector"]["matchLabels"], template)
+    grpc = [port["containerPort"] for port in container(template)["ports"] if port["name"] == "grpc"]
+    assert pool["spec"]["targetPorts"] == [{"number": port} for port in grpc]
+    assert pool["spec"]["appProtocol"] == "kubernetes.io/h2c"
+    arguments = container(template)["args"]
+    assert {"--vllm-engine", "--insecure-bind"} <= set(arguments)
+    # The picker sends no token for metrics.
+    assert not [argument for argument in arguments if argument.startswith("--auth-token-file")]
+    [rule] = route["spec"]["rules"]
+    assert [(one["kind"], one["name"]) for one in rule["backendRefs"]] == [("InferencePool", pool["metadata"]["name"])]
+    service = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+    methods = {f"/{service.full_name}/{method.name}" for method in service.methods}
+    assert {match["path"]["value"] for match in rule["matches"]} <= methods
+    for policy in of_kind(documents, "NetworkPolicy"):
+        if matches(policy["spec"]["podSelector"]["matchLabels"], template):
+            peers = policy["spec"]["ingress"][0]["from"]
+            assert {"namespaceSelector": {"matchLabels": {"app": "gateways"}}} in peers
+            assert len(peers) == 2, "its router, too"
 
 
 def check_groups(documents: tuple[Document, ...]) -> None:
@@ -354,6 +387,8 @@ def test_what_is_made_from_the_values_is_up_to_date() -> None:
         ("inferencePool.enabled=true,tls.enabled=true,tls.secretName=a", "tls.enabled"),
         ("inferencePool.enabled=true,gateway.enabled=false", "gateway.enabled"),
         ("inferencePool.failureMode=Never", "failureMode"),
+        ("generationPool.enabled=true,tls.enabled=true,tls.secretName=a", "tls.enabled"),
+        ("generationPool.enabled=true,auth.tokenSecret=a", "auth.tokenSecret"),
         ("router.discovery=endpoints,serviceAccount.create=false", "serviceAccount.name"),
         ("router.discovery=etcd", "discovery"),
     ],
@@ -432,6 +467,16 @@ def test_the_picker_reads_metrics_of_the_gateway() -> None:
     assert engine.keys() <= {"queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec", "loraSpec", "cacheInfoSpec"}
     gateway = {name for name in metric_names() if name.startswith("penstock_gateway_")}
     assert set(engine.values()) <= gateway
+
+
+def test_the_picker_of_generation_reads_what_it_serves() -> None:
+    """Parser and scorers of llm-d-router. They read metrics by vLLM's names, as `--vllm-engine` shows them."""
+    config = read_yaml(CHART / "picker-generation.yaml")
+    plugins = {plugin["type"] for plugin in config["plugins"]}
+    profiles = [plugin["pluginRef"] for profile in config["schedulingProfiles"] for plugin in profile["plugins"]]
+    parsers = [plugin["pluginRef"] for plugin in config["requestHandler"]["parsers"]]
+    assert {*profiles, *parsers} == plugins
+    assert parsers == ["vllmgrpc-parser"]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,9 @@
 - --jobs-port={{ . }}
 {{- end }}
 {{- end }}
+{{- if and (eq .name "generation") $values.generationPool.enabled }}
+- --vllm-engine
+{{- end }}
 {{- if and (eq .name "generation") (or $values.generation.adapters.claimName $values.generation.adapters.stores) }}
 - --adapter-root=/adapters
 {{- with $values.generation.adapters.stores }}
