@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from penstock_client import Client
 PROMPT = [5, 6, 7, 8]
 # A start that hangs is one that takes longer; a stop is one that was not obeyed.
 START_SECONDS, STOP_SECONDS = 120.0, 30.0
+# Longer than both: whoever waits this out has not obeyed.
+FOREVER = "600"
 
 
 @contextlib.contextmanager
@@ -138,3 +141,59 @@ def test_sigterm_ends_a_start_that_waits_for_a_rank(tmp_path: Path) -> None:
         assert process.terminate(STOP_SECONDS) == 0, process.output()
         assert "batch size" not in process.output()
         assert not rank.is_running()
+
+
+def stopped_child(process: stack.Process, name: str) -> psutil.Process:
+    """Stop a process of a start as soon as it is there, and return it: the start waits for it."""
+    while True:
+        for child in psutil.Process(process.popen.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name in child.cmdline():
+                    child.send_signal(signal.SIGSTOP)
+                    return child
+        # Whoever looks without a pause takes the time from those that start.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pytest.fail(f"it ended with {process.popen.wait(0.02)}: {process.output()}")
+
+
+@pytest.mark.parametrize(
+    ("role", "flags", "name"),
+    [
+        (None, ("--http-port", "0"), "generation"),
+        (None, ("--http-port", "0"), "tokenizer"),
+        (None, ("--http-port", "0", "--generation-replicas", "2"), "generation"),
+        ("router", ("--processes", "2", "--tokenizer", "127.0.0.1:1", "--backend", "127.0.0.1:1"), "router"),
+    ],
+    ids=["generation of a tree", "tokenizer of a tree", "one of two replicas", "worker of a router"],
+)
+def test_sigterm_ends_a_tree_that_waits_for_a_child(role: str | None, flags: tuple[str, ...], name: str) -> None:
+    """The grace is for work: a child that was never ready has none."""
+    with started(role, *flags, "--drain-grace-seconds", FOREVER) as process:
+        child = stopped_child(process, name)
+        assert process.terminate(STOP_SECONDS) == 0, process.output()
+        assert not child.is_running()
+
+
+@pytest.mark.parametrize(
+    ("role", "flags"),
+    [
+        ("router", ("--tokenizer", "127.0.0.1:1", "--backend", "127.0.0.1:1")),
+        ("gateway", ("--router", "127.0.0.1:1", "--start-timeout-seconds", FOREVER)),
+    ],
+)
+def test_sigterm_ends_a_start_that_waits_for_another_service(role: str, flags: tuple[str, ...]) -> None:
+    with started(role, *flags, "--drain-grace-seconds", FOREVER) as process:
+        with contextlib.closing(connected(process)):
+            # It listens, so it has begun to wait.
+            assert process.popen.poll() is None
+        assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+def connected(process: stack.Process) -> socket.socket:
+    """Connect to a process's port once it listens."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", process.port), timeout=START_SECONDS)
+        except ConnectionRefusedError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pytest.fail(f"it ended with {process.popen.wait(0.05)}: {process.output()}")

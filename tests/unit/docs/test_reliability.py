@@ -1,4 +1,4 @@
-"""The contract in docs/guide/reliability.md: eighteen points, each held by tests that exist."""
+"""The contract in docs/guide/reliability.md: twenty points, each held by tests that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 from factories.source_tree import ROOT
 
-POINTS = 18
+POINTS = 20
 _ROW = re.compile(r"^\| (\d+) \| .+ \| (.+) \|$", re.MULTILINE)
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 

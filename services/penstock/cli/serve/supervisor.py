@@ -20,6 +20,8 @@ from penstock.common.progress import StageProgress
 OnProgress = Callable[[str, StageProgress | None], None]
 # Seconds beyond its drain grace that a child may take after SIGTERM before it is killed.
 KILL_MARGIN_SECONDS = 10.0
+# The same for a child that was never ready, which has no work to finish: a stop during a start is over within 5 s.
+START_PATIENCE_SECONDS = 4.0
 
 
 class ServiceEnded(Exception):
@@ -132,8 +134,11 @@ class Supervisor:
     async def stop(self, hurry: asyncio.Event) -> None:
         """Send SIGTERM to each child in reverse order of start, one after the other; `hurry` or a timeout kills.
 
-        Later children use earlier ones, so streams end before the services that they depend on.
+        Later children use earlier ones, so streams end before the services that they depend on. Children that are
+        still starting go first, all at once: nobody uses them yet.
         """
+        starting = [child for child in self.children if not child.ready.done()]
+        await self._stop_at_once(starting, hurry)
         for child in reversed(self.children):
             if not child.ended.done():
                 signal_child(child.process, signal.SIGTERM)
@@ -141,14 +146,18 @@ class Supervisor:
 
     async def stop_together(self, hurry: asyncio.Event) -> None:
         """Stop as `stop`, but all at once: for children that do not use each other."""
-        living = [child for child in self.children if not child.ended.done()]
+        await self._stop_at_once(self.children, hurry)
+
+    async def _stop_at_once(self, children: Sequence[ServiceProcess], hurry: asyncio.Event) -> None:
+        living = [child for child in children if not child.ended.done()]
         for child in living:
             signal_child(child.process, signal.SIGTERM)
         await asyncio.gather(*(self._wait_end(child, hurry) for child in living))
 
     async def _wait_end(self, child: ServiceProcess, hurry: asyncio.Event) -> None:
         hurried = asyncio.create_task(hurry.wait())
-        await asyncio.wait([child.ended, hurried], timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+        patience = self._patience if child.ready.done() else START_PATIENCE_SECONDS
+        await asyncio.wait([child.ended, hurried], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         if not child.ended.done():
             signal_child(child.process, signal.SIGKILL)
