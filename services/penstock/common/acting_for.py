@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextvars import ContextVar
 
-# In a call to a router: the SHA-256, in hex, of a secret. The rights and quotas of its key hold. Callers with a
-# token of --auth-token-file may send it, and keys with the scope `delegate`.
+# In a call to a router: the digest of a secret (credentials.py), in hex. The rights and quotas of its key hold. Callers
+# with a token of --auth-token-file may send it, and keys with the scope `delegate`.
 ACTING_FOR_KEY = "penstock-acting-for"
 # That of the calls made from this one; empty: they count for their own token.
 acting_for: ContextVar[str] = ContextVar("penstock_acting_for", default="")
-
-
-def secret_digest(secret: str) -> str:
-    """Return the digest by which such a call names a key."""
-    return hashlib.sha256(secret.encode()).hexdigest()

@@ -8,7 +8,8 @@ from contextvars import ContextVar
 import grpc
 from penstock_client import AsyncClient
 
-from penstock.common.acting_for import acting_for, secret_digest
+from penstock.common.acting_for import acting_for
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import FailedPrecondition, PenstockError, from_rpc_error
 from penstock.common.needed_scope import needed_scope
 from penstock.gateway.places import ANYBODY
@@ -46,7 +47,7 @@ class JobRights:
         """
         if tenant == ANYBODY:
             return ""
-        digest = secret_digest(tenant)
+        digest = secret_digest(tenant.encode()).hex()
         await self._ask_own(needed_scope, _SCOPES.get(endpoint, _USUAL_SCOPE))
         await self._ask_own(acting_for, digest)
         return digest

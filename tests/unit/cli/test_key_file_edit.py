@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from penstock.cli.keys.file_edit import add_key, new_secret, revoke_key
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import StartupError
-from penstock.router.keys.api_key import digest_of
 from penstock.router.keys.keys_file import is_secret, read_keys
 
-DIGEST = digest_of(b"x" * 20).hex()
+DIGEST = secret_digest(b"x" * 20).hex()
 FILE = f"""# Ours.
 [[keys]]
 label = "a"  # the first
@@ -32,7 +32,7 @@ def test_a_new_key_is_known_by_its_digest_alone(tmp_path: Path) -> None:
     assert secret not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (key,) = read_keys(str(path), 9)
-    assert (key.label, key.digests, key.quotas.tokens_per_day) == ("a", (digest_of(secret.encode()),), 5)
+    assert (key.label, key.digests, key.quotas.tokens_per_day) == ("a", (secret_digest(secret.encode()),), 5)
     assert key.expires is not None
 
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import StartupError
-from penstock.router.keys.api_key import ApiKey, digest_of
+from penstock.router.keys.api_key import ApiKey
 from penstock.router.keys.keys_file import FLAG, parse_keys
 
 _SECRET_BYTES = 32
@@ -31,7 +32,7 @@ def new_secret() -> str:
 def add_key(path: str, fields: Mapping[str, Value], secret: str) -> None:
     """Append a key, known by the digest of its secret. Raises StartupError naming --keys-file."""
     text = _text(path, may_be_new=True) or _HEAD
-    lines = {**fields, "sha256": digest_of(secret.encode()).hex()}
+    lines = {**fields, "sha256": secret_digest(secret.encode()).hex()}
     table = "\n".join(["[[keys]]", *(f"{name} = {_toml(value)}" for name, value in lines.items())])
     changed = f"{text.rstrip()}\n\n{table}\n"
     parse_keys(changed, path, _MOST_KEYS)

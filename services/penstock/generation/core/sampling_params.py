@@ -92,6 +92,11 @@ class SamplingParams:
     plugins: RequestPlugins | None = None
 
     @property
+    def ending_ids(self) -> tuple[int, ...]:
+        """Ids after which a sequence ends: the end-of-sequence ids, unless it goes on after them."""
+        return () if self.ignore_eos else self.eos_token_ids
+
+    @property
     def limits_tokens(self) -> bool:
         """True when an option allows certain tokens only."""
         return self.allowed_token_ids is not None or self.allowed_token_trie is not None

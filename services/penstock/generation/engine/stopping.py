@@ -152,7 +152,7 @@ class StopCriteria:
         """
         if params.stop_strings and table is None:
             raise ValueError("stop strings need a table of the tokens' bytes")
-        self._eos = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
+        self._eos = frozenset(params.ending_ids)
         self._max_output_tokens = max_output_tokens
         self._by_last_id: dict[int, list[tuple[int, ...]]] = {}
         for ids in params.stop_token_ids:

@@ -31,7 +31,7 @@ def new_shadow(request: DraftRequest) -> Sequence:
 def take_draft(shadow: Sequence, token_id: int, logprob: float | None, confidence_threshold: float) -> bool:
     """Append a drawn token unless it ends the output. True: another one may follow."""
     params = shadow.params
-    if token_id in params.eos_token_ids and not params.ignore_eos:
+    if token_id in params.ending_ids:
         return False
     if shadow.grammar is not None and not goes_on(shadow.grammar, token_id):
         return False

@@ -185,7 +185,7 @@ class HeadDrafter:
             ChainLimits(
                 one.request.num_tokens,
                 one.request.confidence_threshold,
-                () if one.shadow.params.ignore_eos else one.shadow.params.eos_token_ids,
+                one.shadow.params.ending_ids,
             )
             for one in drawing
         ]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.common.credentials import bearer_token
+from penstock.common.credentials import bearer_token, secret_digest
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from penstock.common.fair_order import FairOrder
 from penstock.common.idle_only import IDLE_TENANT, asks_for_idle_only
@@ -31,7 +31,7 @@ def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] 
     if config.auth_token_file is None:
         return DEFAULT_TENANT
     token = bearer_token(dict(metadata or ()).get("authorization"))
-    return hashlib.sha256(token or b"").hexdigest()
+    return secret_digest(token or b"").hex()
 
 
 def serving_tenant(tenant: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -76,8 +76,3 @@ def scope_missing(scopes: Sequence[KeyScope], *, of_owner: bool = False) -> Perm
     name = "the key that this call counts for" if of_owner else "this key"
     metadata = {"scope": wanted, **({"key": "owner"} if of_owner else {})}
     return PermissionDenied(f"{name} lacks the scope {wanted}", reason="SCOPE_MISSING", metadata=metadata)
-
-
-def digest_of(secret: bytes) -> bytes:
-    """Return the digest by which a secret is known. A secret is random, so no slower hash is needed."""
-    return hashlib.sha256(secret).digest()

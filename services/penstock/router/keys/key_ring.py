@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from penstock.common.credentials import bearer_token
+from penstock.common.credentials import bearer_token, secret_digest
 from penstock.common.errors import PermissionDenied, StartupError, Unauthenticated
 from penstock.common.logging import get_logger
-from penstock.router.keys.api_key import ApiKey, digest_of
+from penstock.router.keys.api_key import ApiKey
 from penstock.router.keys.keys_file import read_keys
 
 _log = get_logger("penstock.router")
@@ -49,7 +49,7 @@ class KeyRing:
             return None
         # A look-up among digests takes a time that tells nothing about secrets: nobody can choose a token by a part of
         # its digest.
-        digest = digest_of(token)
+        digest = secret_digest(token)
         key = self._by_digest.get(digest)
         if key is not None:
             self._check(key, digest, "this key", Unauthenticated)

@@ -27,8 +27,9 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import StartupError
-from penstock.router.keys.api_key import DEFAULT_SCOPES, ApiKey, KeyQuotas, KeyScope, digest_of
+from penstock.router.keys.api_key import DEFAULT_SCOPES, ApiKey, KeyQuotas, KeyScope
 
 FLAG = "--keys-file"
 # Labels are labels of metrics, too; names of models as in the file of models.
@@ -127,7 +128,7 @@ class _KeyReader:
                     f"must be {LEAST_SECRET_CHARS} to {MOST_SECRET_CHARS} characters of ASCII without blanks, or a "
                     "list of such",
                 )
-            found.append(digest_of(secret.encode()))
+            found.append(secret_digest(secret.encode()))
         if not found:
             raise self._wrong("sha256", "or `secret` must be set")
         return tuple(dict.fromkeys(found))

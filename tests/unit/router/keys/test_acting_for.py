@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from factories.servers.key_files import bearer, secret_of, write_keys
-from penstock.common.acting_for import ACTING_FOR_KEY, secret_digest
-from penstock.common.credentials import TokenFile
+from penstock.common.acting_for import ACTING_FOR_KEY
+from penstock.common.credentials import TokenFile, secret_digest
 from penstock.common.errors import InvalidArgument, PenstockError, PermissionDenied, Unauthenticated
 from penstock.router.key_options import KeyOptions
 from penstock.router.keys.key_desk import KeyDesk
@@ -33,7 +33,7 @@ def desk(tmp_path: Path) -> KeyDesk:
 
 def call(token: str, secret: str) -> tuple[tuple[str, str], ...]:
     """Return the metadata of a call with a token that counts for the key of a secret."""
-    return (("authorization", f"Bearer {token}"), (ACTING_FOR_KEY, secret_digest(secret)))
+    return (("authorization", f"Bearer {token}"), (ACTING_FOR_KEY, secret_digest(secret.encode()).hex()))
 
 
 def refusal(desk: KeyDesk, token: str, secret: str, method: str = "Generate") -> PenstockError:

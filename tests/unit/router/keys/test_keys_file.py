@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from factories.servers.key_files import keys_text, secret_of
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import StartupError, Unauthenticated
 from penstock.router.config import RouterConfig
-from penstock.router.keys.api_key import KeyScope, digest_of
+from penstock.router.keys.api_key import KeyScope
 from penstock.router.keys.key_ring import KeyRing
 from penstock.router.keys.keys_file import parse_keys
 
-HEX = digest_of(b"x" * 20).hex()
+HEX = secret_digest(b"x" * 20).hex()
 GOOD = f"[[keys]]\nlabel = 'a'\nsha256 = '{HEX}'\n"
 
 

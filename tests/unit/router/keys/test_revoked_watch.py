@@ -8,10 +8,10 @@ import pytest
 from factories.servers.key_files import secret_of, write_keys
 from factories.servers.router import until
 from penstock.cli.serve.worker_processes import metrics_tokens_of
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import StartupError, Unauthenticated
 from penstock.router.config import RouterConfig
 from penstock.router.keys import ledger_tables
-from penstock.router.keys.api_key import digest_of
 from penstock.router.keys.ledger_database import open_ledger_database
 from penstock.router.keys.revoked_watch import RevokedWatch
 
@@ -25,7 +25,7 @@ async def revoke(config: RouterConfig, label: str) -> None:
     """Write down, as a worker does, that a key is revoked."""
     database = open_ledger_database(config)
     await database.open()
-    await database.run(lambda rows: ledger_tables.revoke(rows, [digest_of(secret_of(label).encode())], label))
+    await database.run(lambda rows: ledger_tables.revoke(rows, [secret_digest(secret_of(label).encode())], label))
     await database.close()
 
 

@@ -146,7 +146,7 @@ class AssistedGeneration(ParallelSampling):
         params = request.params
         assert isinstance(params.mode, AssistanceOptions), "the registry chooses by the options"
         self._options = params.mode
-        self._end_ids = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
+        self._end_ids = frozenset(params.ending_ids)
         # Sequences that have drawn and have no drafts yet.
         self._ready: list[Sequence] = []
         # Prompt lookup: the index of the prompt.
