@@ -114,14 +114,6 @@ def duplicate(line: NewLine) -> LineProblem:
     )
 
 
-def body_of(data: bytes) -> dict[str, Any]:
-    """Return the body of a line that was checked before. Raises ValueError, KeyError if it has changed since."""
-    body = json.loads(data)["body"]
-    if not isinstance(body, dict):
-        raise ValueError("body is not an object")
-    return body
-
-
 def _is_storable(text: str) -> bool:
     """True for a text that both databases hold: no lone surrogate, and no zero."""
     try:
