@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import FinishReason, Request
-from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
@@ -151,14 +150,6 @@ def test_a_resumed_request_goes_on_with_the_same_ids(model: CausalLM) -> None:
             assert resumed[index] + rest.ids.get(index, []) == ids
 
     check()
-
-
-def test_several_returned_sequences_equal_single_requests_with_the_derived_seeds(model: CausalLM) -> None:
-    spec = {"prompt": [5, 6, 7, 8, 9], "max_new_tokens": 16, "do_sample": True, "temperature": 1.5, "seed": 77}
-    together = alone(model, spec | {"num_return_sequences": 4}).ids
-    assert len({tuple(ids) for ids in together.values()}) > 1
-    for index in range(4):
-        assert alone(model, spec | {"seed": derive_seed(77, index)}).ids[0] == together[index]
 
 
 def test_a_stop_string_ends_on_the_very_token_that_completes_it(model: CausalLM) -> None:
