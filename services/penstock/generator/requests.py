@@ -21,10 +21,17 @@ from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_opens_reasoning
 from penstock.router.chat.forced_calls import answer_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat
-from penstock.router.chat.held_calls import call_grammar_message
+from penstock.router.chat.held_calls import call_grammar_message, calls_beside_answer
 from penstock.router.chat.prompt_thought import closing_text, thought_before, thought_end
 from penstock.router.chat.thinking_effort import budget_of, switch_off
-from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, strict_tools, to_template
+from penstock.router.frontend.convert import (
+    begin_prompt,
+    may_call_in_place,
+    schemas_of,
+    skips_special_tokens,
+    strict_tools,
+    to_template,
+)
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.text.fill_in_middle import TOKENS, form_of
 from penstock.tokenizer.convert import conversation
@@ -171,7 +178,7 @@ class RequestMaker:
         local.opens_reasoning = prompt_opens_reasoning(text, local.chat.reasoning)
         local.thought = thought_before(local.chat, text, goes_on=request.continue_final_message)
         if local.thought is not None:
-            if request.HasField("constraint"):
+            if request.HasField("constraint") and not may_call_in_place(request):
                 markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
                 local.thought.grammar = answer_grammar(local.chat, markers, in_reasoning=local.opens_reasoning)
             local.message.thought.CopyFrom(local.thought)
@@ -180,11 +187,16 @@ class RequestMaker:
                     closing_text(local.chat), add_special_tokens=False, parse_special_tokens=True
                 )
                 local.message.thought_end.CopyFrom(thought_end(local.chat, local.thought, closing, None))
-        if local.parses_tools and not request.HasField("constraint"):
+        is_either = may_call_in_place(request)
+        if local.parses_tools and (is_either or not request.HasField("constraint")):
             markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
-            calls = call_grammar_message(
-                local.chat, local.schemas, strict_tools(request), markers, max_calls=_MOST_CALLS
-            )
+            tools = local.chat, local.schemas, strict_tools(request), markers
+            calls: generation_pb2.CallGrammar | None
+            if is_either:
+                is_open, may_think = local.opens_reasoning, local.thought is not None
+                calls = calls_beside_answer(*tools, max_calls=_MOST_CALLS, in_reasoning=is_open, may_think=may_think)
+            else:
+                calls = call_grammar_message(*tools, max_calls=_MOST_CALLS)
             if calls is not None:
                 local.message.calls.CopyFrom(calls)
         return local

@@ -122,7 +122,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def calls(self) -> Global___CallGrammar:
-        """What holds tool calls once the answer begins one. Unset: nothing. Ignored beside `constraint`, and in constrained beam search."""
+        """What holds tool calls once the answer begins one. Unset: nothing. Beside `constraint` only its `beside_answer` counts; ignored in constrained beam search."""
 
     @_builtins.property
     def thought_end(self) -> Global___ThoughtEnd:
@@ -220,12 +220,17 @@ class CallGrammar(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     WITHIN_THOUGHT_FIELD_NUMBER: _builtins.int
     IS_REQUIRED_FIELD_NUMBER: _builtins.int
+    BESIDE_ANSWER_FIELD_NUMBER: _builtins.int
     grammar: _builtins.str
     """Lark text of an output that begins with one of them and ends with the call, or the block of calls."""
     within_thought: _builtins.bool
     """Calls stand within the thought, too. Else what looks like one there is free."""
     is_required: _builtins.bool
     """The request is refused where the grammar cannot be made. Else its calls are free then, and Started has a warning."""
+    beside_answer: _builtins.str
+    """Lark text of a whole output that is calls, or its part @answer, to which `constraint` applies; in place of `thought.grammar`.
+    Empty: the output of a request with a constraint is no calls.
+    """
     @_builtins.property
     def opens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts, or control tokens, that begin a call: the grammar holds from there on."""
@@ -237,10 +242,11 @@ class CallGrammar(_message.Message):
         grammar: _builtins.str = ...,
         within_thought: _builtins.bool = ...,
         is_required: _builtins.bool = ...,
+        beside_answer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "is_required", b"is_required", "opens", b"opens", "within_thought", b"within_thought"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_answer", b"beside_answer", "grammar", b"grammar", "is_required", b"is_required", "opens", b"opens", "within_thought", b"within_thought"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

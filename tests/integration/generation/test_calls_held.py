@@ -118,6 +118,33 @@ async def test_a_constraint_of_the_whole_output_comes_first(client: Client) -> N
     assert re.fullmatch("[a-z]{4}", texts(held)[0])
 
 
+async def test_beside_a_constraint_an_output_is_the_answer_or_calls(client: Client) -> None:
+    calls = generation_pb2.CallGrammar(beside_answer=f"start: @answer | call\ncall: /{CALL}/")
+    many = {"do_sample": True, "temperature": 100.0, "num_return_sequences": 12}
+    constraint = config_pb2.Constraint(choice=config_pb2.Choices(values=["q"]))
+    found = texts(await client.generate(asked(calls=calls, config=many, constraint=constraint)))
+    assert {re.fullmatch(CALL, text) is not None for text in found} == {True, False}
+    assert all(re.fullmatch(f"q|{CALL}", text) for text in found), found
+
+
+@pytest.mark.parametrize("tokens", [2, 5])
+async def test_a_limit_makes_no_call_in_place_of_an_answer(client: Client, tokens: int) -> None:
+    """The search for a short end took the call, which nobody had chosen."""
+    calls = generation_pb2.CallGrammar(beside_answer='start: (answer | call)\nanswer: @answer\ncall: "z" /[0-9]/')
+    constraint = config_pb2.Constraint(regex="[a-y]{4,9}")
+    # One id of a letter: the model's own choice among all that may begin.
+    asking = asked(calls=calls, tokens=tokens, constraint=constraint, may_be_closed=True)
+    assert texts(await client.generate(asking))[0][0] != "z"
+
+
+async def test_a_tool_without_a_grammar_is_named_beside_a_constraint(client: Client) -> None:
+    schema = '{"$comment": "tool lookup", "type": "array", "contains": {"type": "integer"}}'
+    calls = generation_pb2.CallGrammar(beside_answer=f"start: @answer | call\ncall: %json {schema}")
+    outcome = await client.generate(asked(calls=calls, constraint=config_pb2.Constraint(json_object=True)))
+    assert isinstance(outcome.error, InvalidArgument)
+    assert outcome.error.description.startswith("tool lookup")
+
+
 BROKEN = pytest.mark.parametrize(
     "calls",
     [

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import openai
 import pytest
+from factories.engine.grammars import accepts, compiled_around
 from factories.servers.gateway import running_gateway
 from factories.servers.router import Router, backend, running_router
 from google.protobuf import struct_pb2
+from penstock.generation.wire.convert import to_constraint
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, tokenizer_pb2
 
 CALL = '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}'
@@ -112,11 +115,42 @@ async def test_calls_by_choice_reach_the_backend_as_a_grammar_from_their_marker_
         free: list[dict[str, Any]] = [
             {"tool_choice": text_pb2.ToolChoice(none=True)},
             {"tool_choice": text_pb2.ToolChoice(required=True)},
-            {"constraint": config_pb2.Constraint(json_object=True)},
         ]
         for fields in free:
             await answered(router, request(**fields))
             assert not served.submitted[-1].HasField("calls")
+
+
+async def test_a_constraint_leaves_room_for_calls() -> None:
+    """Agents send tools and a schema for the last answer together: the constraint was about every answer."""
+    script, constraint = Writer(), config_pb2.Constraint(json_object=True)
+    async with backend(script=script) as served, running_router(served, tool_format="mistral") as router:
+        # A vocabulary without [ARGS] has the older form.
+        call = '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}]'
+        for text, found in ((call, ("", [("get_weather", '{"city": "Oslo"}')])), ('{"a": 1}', ('{"a": 1}', []))):
+            await script.write(router, text)
+            assert (await answered(router, request(constraint=constraint)))[:2] == found
+            submitted = served.submitted[-1]
+            assert submitted.constraint == constraint
+            grammar = compiled_around(
+                replace(to_constraint(submitted.constraint), may_be_calls=True), submitted.calls.beside_answer
+            )
+            assert accepts(grammar, text)
+        assert not accepts(grammar, "It rains.")
+        # Without a choice of calls the answer is all.
+        await answered(router, request(constraint=constraint, tool_choice=text_pb2.ToolChoice(none=True)))
+        assert not served.submitted[-1].HasField("calls")
+
+
+async def test_calls_that_are_forced_need_no_constraint() -> None:
+    script, constraint = Writer(), config_pb2.Constraint(json_object=True)
+    async with backend(script=script) as served, running_router(served, tool_format="mistral") as router:
+        await script.write(router, CALL)
+        asked = request(constraint=constraint, tool_choice=text_pb2.ToolChoice(required=True))
+        assert (await answered(router, asked))[1] == [("get_weather", '{"city": "Oslo"}')]
+        assert served.submitted[-1].constraint.grammar
+        events = [event async for event in router.stub.Chat(asked)]
+        assert any("constraint has no effect" in one for one in events[0].started.warnings)
 
 
 async def test_calls_are_left_to_the_model_where_the_router_is_told_to() -> None:
@@ -129,13 +163,7 @@ async def test_calls_are_left_to_the_model_where_the_router_is_told_to() -> None
     ("fields", "field"),
     [
         ({"tool_choice": text_pb2.ToolChoice(function="other")}, "tool_choice.function"),
-        (
-            {
-                "tool_choice": text_pb2.ToolChoice(required=True),
-                "constraint": config_pb2.Constraint(json_object=True),
-            },
-            "tool_choice",
-        ),
+        ({"tool_choice": text_pb2.ToolChoice(required=True), "continue_final_message": True}, "tool_choice"),
     ],
 )
 async def test_choice_that_cannot_be_is_refused(fields: dict[str, Any], field: str) -> None:

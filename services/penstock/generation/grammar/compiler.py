@@ -166,7 +166,16 @@ def _build(
         # Of a matcher of its own: nothing that goes wrong there reaches requests.
         ends = ShortEnds(tokenizer, new_matcher(tokenizer, answer["lark"], answer["around"]), *answer.values())
     written = written_keys(spec, limits.json)
-    return CompiledGrammar(matcher, tokenizer, spec.field, written=written, ends=ends, thought=spec.thought)
+    return CompiledGrammar(
+        matcher,
+        tokenizer,
+        spec.field,
+        written=written,
+        ends=ends,
+        thought=spec.thought,
+        # Else a small limit would make a call that nobody chose.
+        begins_free=spec.may_be_calls,
+    )
 
 
 def _raise_refusal(spec: ConstraintSpec, entry: CompiledGrammar | _Refusal) -> CompiledGrammar:

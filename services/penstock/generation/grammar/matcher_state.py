@@ -34,16 +34,17 @@ class CompiledGrammar:
         written: WrittenKeys | None = None,
         ends: ShortEnds | None = None,
         thought: Thought | None = None,
+        begins_free: bool = False,
     ) -> None:
         """`matcher` is without error and never advanced. Errors name `field`. `written`: the start of an output that is
         JSON. `ends`: search for short ends; None: a limit of tokens cuts an output in its middle. `thought`: before the
-        answer, which alone is ended within such a limit."""
+        answer, which alone is ended within such a limit. `begins_free`: such a limit never dictates the first token."""
         self._field = field
         self._ends_itself = ends_itself
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._written = written
-        self._ends, self._thought = ends, thought
+        self._ends, self._thought, self._begins_free = ends, thought, begins_free
 
     def start(self, eos_token_ids: tuple[int, ...], max_tokens: int | None = None) -> MatcherState:
         """Return the state of an output that these ids end; without ids only the grammar ends it.
@@ -55,13 +56,14 @@ class CompiledGrammar:
         room = None
         if self._ends is not None and max_tokens is not None:
             room = TokenRoom(self._ends, max_tokens, None if self._thought is None else self._thought.byte_gate())
-            room.begin(self._matcher)
+            if not self._begins_free:
+                room.begin(self._matcher)
         return MatcherState(self._matcher.deep_copy(), self._tokenizer, eos, self._field, written, room)
 
     def ending_itself(self) -> CompiledGrammar:
         """Return the grammar for a request that ignores end-of-sequence ids: they are plain text, or not allowed."""
         made = CompiledGrammar(self._matcher, self._tokenizer, self._field, ends_itself=True, written=self._written)
-        made._ends, made._thought = self._ends, self._thought
+        made._ends, made._thought, made._begins_free = self._ends, self._thought, self._begins_free
         return made
 
     def cut_by_limit(self) -> CompiledGrammar:

@@ -34,6 +34,8 @@ class ConstraintSpec:
     enabled: bool = True
     # Lark text of an output with its constrained part at @answer; empty: the whole output is constrained.
     around: str = ""
+    # `around` allows calls in place of that part.
+    may_be_calls: bool = False
     # Thought before the constrained part, of an output with text around it.
     thought: Thought | None = None
 
@@ -58,7 +60,7 @@ class ConstraintSpec:
     def key(self) -> bytes:
         """SHA-256 of its content, equal for equal constraints."""
         digest = hashlib.sha256(self.field.encode())
-        for part in (self.around, repr(self.thought), self.text, *self.choices):
+        for part in (self.around, repr((self.may_be_calls, self.thought)), self.text, *self.choices):
             data = part.encode()
             digest.update(len(data).to_bytes(8, "big"))
             digest.update(data)

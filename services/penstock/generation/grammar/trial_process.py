@@ -65,10 +65,15 @@ def _answer_to(
     wrong = _walk(matcher, tokenizer, mask_seconds, source)
     around = request.get("around", "")
     if around and wrong is None:
-        around += OPTIONS
+        try:
+            around = to_lark(ConstraintKind.GRAMMAR, around, (), bounds)
+        except Untranslatable as error:
+            return {"refused": str(error)}
         outer = new_matcher(tokenizer, lark, around)
         source += f" {around}"
-        wrong = _refusal(outer, source) if outer.is_error() else _walk(outer, tokenizer, mask_seconds, source)
+        if outer.is_error():
+            return _placed(_refusal(outer, source), tokenizer, around)
+        wrong = _walk(outer, tokenizer, mask_seconds, source)
     return wrong or {"lark": lark, "around": around}
 
 

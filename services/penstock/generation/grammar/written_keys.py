@@ -38,7 +38,7 @@ def written_keys(spec: ConstraintSpec, bounds: JsonBounds) -> WrittenKeys | None
     The schema of `spec` compiles; its own bounds go before `bounds`.
     """
     is_json = spec.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
-    if not is_json or (spec.around and spec.thought is None):
+    if not is_json or (spec.around and spec.thought is None and not spec.may_be_calls):
         return None
     schema = read_json(spec.text) if spec.text else {}
     if NAME in schema:
@@ -46,7 +46,8 @@ def written_keys(spec: ConstraintSpec, bounds: JsonBounds) -> WrittenKeys | None
     most = min((one for one in (bounds.max_json_key_characters, bounds.max_json_characters) if one), default=0)
     # A key that the schema names comes whole, though another one may end in its middle.
     most = max(most, _longest_name(schema)) if most else 0
-    return WrittenKeys(None if spec.thought is None else spec.thought.byte_gate(), most_characters=most)
+    gate = None if spec.thought is None else spec.thought.byte_gate()
+    return WrittenKeys(gate, most_characters=most, may_be_calls=spec.may_be_calls)
 
 
 def _longest_name(schema: object) -> int:
@@ -81,11 +82,19 @@ class _OpenObject:
 class WrittenKeys:
     """Place in an output that is JSON, perhaps after a thought, and the keys of its open objects."""
 
-    __slots__ = ("_gate", "_is_escaped", "_is_key", "_is_text", "_key", "_most_characters", "_open", "num_repeated")
+    __slots__ = (
+        *("_gate", "_is_calls", "_is_escaped", "_is_key", "_is_text", "_key", "_may_be_calls", "_most_characters"),
+        *("_open", "num_repeated"),
+    )
 
-    def __init__(self, gate: ThoughtGate[bytes] | None = None, *, most_characters: int = 0) -> None:
-        """`gate`: reader of the thought before the JSON. `most_characters`: of a key; 0: any number."""
+    def __init__(
+        self, gate: ThoughtGate[bytes] | None = None, *, most_characters: int = 0, may_be_calls: bool = False
+    ) -> None:
+        """`gate`: reader of the thought before the JSON. `most_characters`: of a key; 0: any number. `may_be_calls`:
+        an output that begins otherwise than a JSON object is calls, and has no keys here."""
         self._gate, self._most_characters = gate, most_characters
+        # Until the first character, and from then on.
+        self._may_be_calls, self._is_calls = may_be_calls, False
         # Objects and arrays (None) that are open, outermost first.
         self._open: tuple[_OpenObject | None, ...] = ()
         self._is_text = self._is_escaped = False
@@ -98,7 +107,8 @@ class WrittenKeys:
     def copy(self) -> WrittenKeys:
         """Return an independent place."""
         gate = None if self._gate is None else self._gate.copy()
-        twin = WrittenKeys(gate, most_characters=self._most_characters)
+        twin = WrittenKeys(gate, most_characters=self._most_characters, may_be_calls=self._may_be_calls)
+        twin._is_calls = self._is_calls
         twin._open, twin._key, twin.num_repeated = self._open, self._key, self.num_repeated
         twin._is_text, twin._is_escaped, twin._is_key = self._is_text, self._is_escaped, self._is_key
         return twin
@@ -122,6 +132,10 @@ class WrittenKeys:
             if answer is None:
                 return True
             self._gate, data = None, answer
+        if self._may_be_calls and (begun := data.lstrip()):
+            self._may_be_calls, self._is_calls = False, begun[0] != _OPEN_OBJECT
+        if self._is_calls:
+            return True
         goes_on, at = False, 0
         while at < len(data):
             if self._is_text:

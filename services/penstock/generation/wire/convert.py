@@ -141,6 +141,8 @@ def _constraint(message: generation_pb2.GenerateRequest, thought: Thought | None
     if not message.HasField("constraint"):
         return None
     found = to_constraint(message.constraint)
+    if around := message.calls.beside_answer:
+        return replace(found, around=around, may_be_calls=True, thought=thought)
     around = message.thought.grammar
     # A grammar without text around it is that of forced calls: it tells where the thought ends.
     is_thought_told = around or found.kind is ConstraintKind.GRAMMAR

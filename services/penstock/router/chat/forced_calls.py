@@ -156,6 +156,26 @@ def answer_grammar(chat: ChatFormat, token_ids: Mapping[str, int], *, in_reasoni
     return _Grammar(chat, token_ids).build_answer(in_reasoning=in_reasoning)
 
 
+def answer_or_calls_grammar(
+    chat: ChatFormat,
+    schemas: Schemas,
+    strict: Collection[str],
+    token_ids: Mapping[str, int],
+    *,
+    max_calls: int,
+    in_reasoning: bool,
+    may_think: bool,
+) -> str:
+    """Return the Lark text of an output that is an answer, @answer, or up to `max_calls` calls of the tools in
+    `schemas`, after a thought if the model has one; see `forced_grammar`.
+
+    Arguments of tools named in `strict` obey their schemas; others are JSON, or parameters, of any kind.
+    """
+    grammar = _Grammar(chat, token_ids)
+    held = {name: schema if name in strict else None for name, schema in schemas.items()}
+    return grammar.build_either(held, max_calls=max_calls, in_reasoning=in_reasoning, may_think=may_think)
+
+
 @dataclass(frozen=True)
 class HeldGrammar:
     """Grammar of calls that the model chooses to make. `opens`: texts that begin one; it holds from there on."""
@@ -198,13 +218,27 @@ class _Grammar:
         return self._written.is_own
 
     def build(self, schemas: Schemas, *, max_calls: int, in_reasoning: bool, may_think: bool) -> str:
-        written = self._written
         thought = self._thought(in_reasoning) if may_think else ""
-        calls = " | ".join(self._call(name, schema) for name, schema in schemas.items())
+        return self._joined(f"{thought} {self._calls(schemas, max_calls)}")
+
+    def build_either(
+        self, schemas: Mapping[str, Mapping[str, Any] | None], *, max_calls: int, in_reasoning: bool, may_think: bool
+    ) -> str:
+        thought = self._thought(in_reasoning) if may_think else ""
+        # Rules of their own: the terms of `start` are those that end an output which its limit of tokens cuts.
+        self._rules += [f"answer: {self._answer()}", f"calls: {self._calls(schemas, max_calls)}"]
+        return self._joined(f"{thought} (answer | calls)")
+
+    def _joined(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _calls(self, schemas: Mapping[str, Mapping[str, Any] | None], max_calls: int) -> str:
+        """Terms of the calls, with the rule `call`; None: arguments of any kind."""
+        written = self._written
+        self._rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in schemas.items())}")
         most = 1 if written.is_single else max_calls
         many = f"({self._text(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
-        start = f"{thought} {self._before_calls()} {self._text(written.begin)} call {many} {self._text(written.end)}"
-        return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
+        return f"{self._before_calls()} {self._text(written.begin)} call {many} {self._text(written.end)}"
 
     def build_held(self, schemas: Schemas, strict: Collection[str], *, max_calls: int) -> HeldGrammar:
         written = self._written
@@ -249,10 +283,13 @@ class _Grammar:
         return f"({self._text(opens)})? {self._text(closes)}"
 
     def build_answer(self, *, in_reasoning: bool) -> str:
-        begin = f"{self._text(_HARMONY_ANSWER)} " if self._chat.tools.is_harmony else ""
-        if self._written.is_xtml:
-            begin = f"({self._text(XTML_ANSWER[0])})? "
-        return "\n".join([f"start: {self._thought(in_reasoning)} {begin}@answer", *self._rules]) + "\n"
+        return self._joined(f"{self._thought(in_reasoning)} {self._answer()}")
+
+    def _answer(self) -> str:
+        """Terms of an answer, with what the format has before it."""
+        if self._chat.tools.is_harmony:
+            return f"{self._text(_HARMONY_ANSWER)} @answer"
+        return f"({self._text(XTML_ANSWER[0])})? @answer" if self._written.is_xtml else "@answer"
 
     def _thought(self, in_reasoning: bool) -> str:
         thought = self._chat.reasoning

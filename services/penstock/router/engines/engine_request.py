@@ -91,6 +91,8 @@ def resolve_request(message: generation_pb2.GenerateRequest, model: EngineModel)
         params = dataclasses.replace(params, mode=PLAIN)
     if options.calls is not None and options.calls.is_required and options.holds_calls:
         warnings = (*warnings, "this backend holds no calls to their schemas: `strict` of tools has no effect")
+    if options.constraint is not None and options.constraint.may_be_calls:
+        warnings = (*warnings, "this backend makes no calls beside a constraint: the tools have no effect")
     return EngineRequest(
         options,
         params,

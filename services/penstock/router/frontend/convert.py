@@ -73,12 +73,8 @@ def _check_tool_choice(request: text_pb2.ChatRequest) -> None:
         return
     if not request.tools:
         raise InvalidArgument("tool_choice", "needs tools")
-    if request.HasField("constraint"):
-        raise InvalidArgument(
-            "tool_choice", "forces calls, and the answer has a constraint of its own, such as a JSON Schema"
-        )
     if request.continue_final_message:
-        raise InvalidArgument("tool_choice", "cannot be combined with continue_final_message")
+        raise InvalidArgument("tool_choice", "forces calls, and the answer has begun already (continue_final_message)")
     name = request.tool_choice.function
     if name and all(tool.name != name for tool in request.tools):
         raise InvalidArgument("tool_choice.function", "must be the name of one of the tools")
@@ -169,21 +165,29 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
         field = prompt_field(request)
     elif field.startswith("constraint") and isinstance(request, text_pb2.ChatRequest) and forces_calls(request):
         return InvalidArgument("tools", f"cannot be forced: {error.description}", reason=error.reason)
-    elif field == "calls" or field.startswith("calls."):
+    elif field == "calls" or field.startswith("calls.") or _is_about_a_tool(error, request):
         return InvalidArgument("tools", f"cannot be held to its schema: {error.description}", reason=error.reason)
     elif field == "config.negative_prompt_ids" and request.config.HasField("negative_prompt_text"):
         field = "config.negative_prompt_text"
     return error if field == error.field else InvalidArgument(field, error.description, reason=error.reason)
 
 
+def _is_about_a_tool(error: InvalidArgument, request: PublicRequest) -> bool:
+    """True for an error about the grammar of calls that may come in place of a constrained answer."""
+    is_of_both = (error.field or "").startswith("constraint") and error.description.startswith("tool ")
+    return is_of_both and isinstance(request, text_pb2.ChatRequest) and parses_tools(request)
+
+
 def to_template(
     request: PublicRequest, prompt: Prompt, *, model: str, adapter: str, salt: str, key: str, fingerprint: str
 ) -> generation_pb2.GenerateRequest:
     """Make the request for any backend, without the fields of an attempt. `seed` is always set."""
+    asked = request.HasField("constraint")
     template = generation_pb2.GenerateRequest(
         prompt_token_ids=prompt.token_ids,
         stop=request.stop if request.HasField("stop") else None,
-        constraint=request.constraint if request.HasField("constraint") else prompt.constraint,
+        # That of forced calls first: an answer that is calls has no text of its own.
+        constraint=prompt.constraint if prompt.constraint is not None or not asked else request.constraint,
         seed=request.config.seed if request.config.HasField("seed") else secrets.randbits(63),
         cache_salt=salt,
         fair_share_key=key,
@@ -268,6 +272,8 @@ def warnings_of(request: PublicRequest, prompt: Prompt, *, hides_tools: bool = F
     `hides_tools`: the model's chat template does not show tools.
     """
     found = ["metadata has no effect yet"] if request.HasField("metadata") else []
+    if isinstance(request, text_pb2.ChatRequest) and forces_calls(request) and request.HasField("constraint"):
+        found.append("constraint has no effect: the answer is calls, which tool_choice forces")
     if hides_tools and isinstance(request, text_pb2.ChatRequest) and parses_tools(request):
         found.append(
             "the model's chat template does not show tools, so the prompt has none"
@@ -320,6 +326,12 @@ def forced_schemas(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
     """Return the schemas of the tools that may be called."""
     name = request.tool_choice.function
     return {tool: schema for tool, schema in schemas_of(request).items() if name in ("", tool)}
+
+
+def may_call_in_place(request: text_pb2.ChatRequest) -> bool:
+    """True where the model may call tools in place of an answer that obeys the request's constraint: not where the
+    answer has begun."""
+    return request.HasField("constraint") and parses_tools(request) and not request.continue_final_message
 
 
 def strict_tools(request: text_pb2.ChatRequest) -> frozenset[str]:

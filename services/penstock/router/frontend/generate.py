@@ -161,7 +161,7 @@ class _StreamedCall:
     async def _prompt(self) -> Prompt:
         request, pipeline = self._request, self._parts.pipeline
         if isinstance(request, text_pb2.ChatRequest):
-            prompt = await pipeline.chat(request, self._left())
+            prompt, is_either = await pipeline.chat(request, self._left()), convert.may_call_in_place(request)
             if convert.forces_calls(request):
                 await pipeline.force_calls(
                     prompt,
@@ -169,10 +169,11 @@ class _StreamedCall:
                     max_calls=1 if request.tool_choice.function else self._max_calls(request),
                     timeout=self._left(),
                 )
-            elif request.HasField("constraint"):
+            elif request.HasField("constraint") and not is_either:
                 await pipeline.free_thought(prompt, self._left())
-            elif convert.parses_tools(request) and self._parts.config.hold_tool_calls:
-                await pipeline.hold_calls(
+            elif convert.parses_tools(request) and (is_either or self._parts.config.hold_tool_calls):
+                hold = pipeline.calls_or_answer if is_either else pipeline.hold_calls
+                await hold(
                     prompt,
                     convert.schemas_of(request),
                     convert.strict_tools(request),

@@ -11,7 +11,7 @@ from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import prompt_opens_reasoning
 from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
-from penstock.router.chat.held_calls import call_grammar_message
+from penstock.router.chat.held_calls import call_grammar_message, calls_beside_answer
 from penstock.router.chat.prompt_thought import closing_text, thought_before, thought_end
 from penstock.router.chat.thinking_effort import EFFORT, budget_of, switch_off, wished_budget
 from penstock.router.config import RouterConfig
@@ -205,6 +205,22 @@ class Pipeline:
         if prompt.thought is not None:
             markers = await self._ids_of_markers(prompt.chat, timeout)
             prompt.thought.grammar = answer_grammar(prompt.chat, markers, in_reasoning=prompt.opens_reasoning)
+
+    async def calls_or_answer(
+        self, prompt: Prompt, schemas: Schemas, strict: Collection[str], *, max_calls: int, timeout: float | None
+    ) -> None:
+        """Let the output be calls in place of the answer that the request's constraint is about. Raises as
+        TokenizerLink.encode."""
+        markers = await self._ids_of_markers(prompt.chat, timeout)
+        prompt.calls = calls_beside_answer(
+            prompt.chat,
+            schemas,
+            strict,
+            markers,
+            max_calls=max_calls,
+            in_reasoning=prompt.opens_reasoning,
+            may_think=prompt.thought is not None,
+        )
 
     async def _ids_of_markers(self, chat: ChatFormat, timeout: float | None) -> dict[str, int]:
         """Ids of the markers that are one token each."""

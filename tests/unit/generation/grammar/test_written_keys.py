@@ -66,6 +66,14 @@ def test_where_the_schema_asks_for_more_keys_it_wins() -> None:
     assert CLOSE not in allowed(state)
 
 
+def test_calls_in_place_of_the_object_have_no_keys() -> None:
+    around = "start: @answer | /<f:[^<]*</"
+    spec = ConstraintSpec(ConstraintKind.JSON_OBJECT, may_be_calls=True)
+    assert COMMA not in allowed(after('{"a":1,"a":1', spec, around))
+    assert COMMA in allowed(after('<f:{"a":1,"a":1', spec, around))
+    assert COMMA in allowed(after('<f:{"a":1,"a":1', spec, around).copy())
+
+
 def test_a_closed_object_is_as_it_was() -> None:
     closed = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"], "additionalProperties": False}
     assert COMMA in allowed(after('{"a":{"x":1,"x":2}', schema(closed)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from llguidance import LLMatcher
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.translate import Untranslatable, to_lark
 from penstock.router.chat.chat_output import make_parser
-from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
+from penstock.router.chat.forced_calls import answer_grammar, answer_or_calls_grammar, forced_grammar
 from penstock.router.chat.formats import TOOLS, choose_format
 
 CITY = {"type": "string", "enum": ["Oslo", "São Paulo"]}
@@ -311,6 +312,41 @@ def test_an_answer_of_a_model_without_thoughts_is_all() -> None:
     grammar = answer_state("hermes", "none", in_reasoning=False)
     assert accepts(grammar, "42")
     assert not accepts(grammar, "<think>a</think>42")
+
+
+def either(name: str, schemas: dict[str, dict[str, Any]], strict: tuple[str, ...] = ()) -> Any:
+    """Grammar of an answer of digits, or of calls."""
+    chat = choose_format("", name, "none")
+    ids = {marker: ids_of(marker) for marker in chat.kept_for(with_tools=True)}
+    token_ids = {marker: found[0] for marker, found in ids.items() if len(found) == 1}
+    settings = {"max_calls": 2, "in_reasoning": False, "may_think": chat.tools.is_harmony}
+    around = answer_or_calls_grammar(chat, schemas, strict, token_ids, **settings)
+    return compiled_around(replace(regex("[0-9]+"), may_be_calls=True), around)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beside_a_constraint_an_output_is_the_answer_or_calls(name: str) -> None:
+    """A constraint left no room for calls: a model with tools and a schema for its answer never called one."""
+    begin = {"harmony": "<|channel|>final<|message|>", "kimi_k3": "<|open|>response<|sep|>"}.get(name, "")
+    seeds = range(2)
+    head = "<|channel|>commentary" if name == "harmony" else ""
+    calls = [written(grammar_of(name, SCHEMAS, max_calls=2), head, seed) for seed in seeds]
+    strict, free = either(name, SCHEMAS, ("get_weather", "ping")), either(name, SCHEMAS)
+    for grammar in (strict, free):
+        assert accepts(grammar, f"{begin}42")
+        for wrong in (f"{begin}x", "", f"{begin}42{calls[0]}", f"{calls[0]}42", "It rains."):
+            assert not accepts(grammar, wrong), wrong
+    for text in calls:
+        assert accepts(strict, text), text
+        assert calls_of(name, text, SCHEMAS)[2]
+
+
+def test_arguments_beside_a_constraint_obey_the_schemas_of_strict_tools_alone() -> None:
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "who": [1]}}\n</tool_call>'
+    assert accepts(either("hermes", SCHEMAS), call)
+    assert accepts(either("hermes", SCHEMAS, ("ping",)), call)
+    assert not accepts(either("hermes", SCHEMAS, ("get_weather",)), call)
+    assert not accepts(either("hermes", SCHEMAS), call.replace("get_weather", "get_time"))
 
 
 def test_markers_that_are_tokens_are_forced_as_such() -> None:
