@@ -237,10 +237,11 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
 
 def _stop(choice: Choice, *, has_calls: bool) -> dict[str, str | None]:
     reason = _STOPS.get(choice.finish_reason or "", "end_turn")
+    if reason == "end_turn" and choice.stop_string is not None:
+        # It also cuts a call, which is not to be run.
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
     if reason == "end_turn" and has_calls:
         reason = "tool_use"
-    if reason == "end_turn" and choice.stop_string is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
     return {"stop_reason": reason, "stop_sequence": None}
 
 

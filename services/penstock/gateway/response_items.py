@@ -203,13 +203,14 @@ class OutputItems:
             found.append(("response.function_call_arguments.delta", {**self._place(), "delta": arguments}))
         return found
 
-    def end(self, status: str = "completed") -> list[Event]:
-        """End the open item; its status becomes `status`."""
+    def end(self, status: str = "completed", *, is_whole: bool = True) -> list[Event]:
+        """End the open item; its status becomes `status`. `is_whole` false: a call broke off."""
         if not self._is_open:
             return []
         self._is_open, self._call = False, -1
         item, place = self.items[-1], self._place()
-        item["status"] = status
+        is_call = item["type"] in ("function_call", "custom_tool_call")
+        item["status"] = "incomplete" if is_call and not is_whole else status
         found: list[Event] = []
         if item["type"] == "function_call":
             done = {**place, "name": item["name"], "arguments": item["arguments"]}

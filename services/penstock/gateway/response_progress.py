@@ -95,7 +95,8 @@ class ResponseProgress:
         self._model = started.model  # type: ignore[union-attr] # the stream has ended
         is_cut = (state.choices[0].finish_reason or "") in _INCOMPLETE
         status = "incomplete" if is_cut else "completed"
-        last = self._items.end(status)
+        # A call in which a stop string, or the model itself, broke off is not to be run.
+        last = self._items.end(status, is_whole=state.choices[0].finish_reason == "TOOL_CALLS")
         usage = usage_of([Usage.of(finished.usage)])  # type: ignore[union-attr] # the same
         return (
             self.response(

@@ -7,9 +7,9 @@ from typing import Any
 
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import HttpCall
-from penstock.gateway.messages import _Blocks, _conversation, _input
+from penstock.gateway.messages import _Blocks, _conversation, _input, _stop
 from penstock.gateway.request_fields import Fields
-from penstock_client import Delta
+from penstock_client import Choice, Delta
 from penstock_client._types import ToolCall
 
 
@@ -100,3 +100,12 @@ def test_arguments_that_are_no_object_are_kept() -> None:
     assert _input("") == {}
     assert _input("[1]") == {"arguments": [1]}
     assert _input("{oops") == {"arguments": "{oops"}
+
+
+def test_a_call_that_a_stop_string_cut_is_not_to_be_run() -> None:
+    """It was told as tool_use, with half of its arguments."""
+    cut = Choice(index=0, finish_reason="STOP_STRING", stop_string="Os")
+    assert _stop(cut, has_calls=True) == {"stop_reason": "stop_sequence", "stop_sequence": "Os"}
+    whole = Choice(index=0, finish_reason="TOOL_CALLS", stop_string="Os")
+    assert _stop(whole, has_calls=True) == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert _stop(Choice(index=0, finish_reason="STOP_EOS"), has_calls=True)["stop_reason"] == "tool_use"

@@ -135,3 +135,17 @@ def test_log_probabilities_of_tokens_without_text_go_with_the_next_text() -> Non
     assert items.write("", last) == []
     items.end()
     assert items.items[0]["content"][0]["logprobs"] == [*first, *second, *last]
+
+
+def test_a_call_that_broke_off_is_incomplete() -> None:
+    """It was told as completed, with half of its arguments."""
+    items = OutputItems()
+    items.call(0, "c1", "f", '{"city": "Oslo"}')
+    items.call(1, "c2", "f", '{"city": "')
+    (*_, (name, done)) = items.end(is_whole=False)
+    assert (name, done["item"]["status"]) == ("response.output_item.done", "incomplete")
+    assert [item["status"] for item in items.items] == ["completed", "incomplete"]
+    text = OutputItems()
+    text.write("It rains.", [])
+    text.end(is_whole=False)
+    assert text.items[0]["status"] == "completed"
