@@ -107,7 +107,13 @@ class TrialPool:
             async with asyncio.timeout(self._limits.start_seconds):
                 await process.ask(self._settings)
             started = True
-        except (TimeoutError, ChildEnded) as error:
+        except TimeoutError:
+            raise ResourceExhausted(
+                "the machine is too busy to start the process that compiles constraints",
+                reason="QUEUE_FULL",
+                retry_after_seconds=1,
+            ) from None
+        except ChildEnded as error:
             raise Internal("the process that compiles constraints did not start", reason="COMPILER_FAILED") from error
         finally:
             if not started:

@@ -295,6 +295,14 @@ async def test_a_trial_process_ends_with_its_service() -> None:
     assert process.returncode == 0
 
 
+async def test_a_machine_too_busy_to_start_the_process_refuses_for_now() -> None:
+    """It was an internal error, which no caller tries again."""
+    async with compiler(start_seconds=0.0) as one:
+        with pytest.raises(ResourceExhausted) as raised:
+            await one.compile(regex("a"))
+        assert raised.value.reason == "QUEUE_FULL"
+
+
 def test_messages_are_short_and_keep_their_reason() -> None:
     assert shorten('at 1(8): invalid regex "a(b": regex parse error:\n    a(b\n     ^\nerror: unclosed group\n') == (
         "invalid regex: unclosed group"
