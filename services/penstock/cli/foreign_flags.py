@@ -68,6 +68,17 @@ SERVE_FLAGS = (
         "tool calls and reasoning are recognised by the model's chat template",
     ),
     ForeignFlag(("--seed",), VLLM, (), "requests have a seed, the field `seed`"),
+    ForeignFlag(("--chat-template",), VLLM, (), "MODEL's own template is used: its folder's chat_template.jinja"),
+    ForeignFlag(("--chat-template-content-format",), VLLM, (), "what a template reads is found by itself"),
+    ForeignFlag(("--enable-chunked-prefill",), VLLM, (), "long prompts are always computed in parts"),
+    ForeignFlag(
+        ("--pipeline-parallel-size", "-pp"), VLLM, (), "a model over many machines runs in vLLM, behind --backend"
+    ),
+    ForeignFlag(("--load-format",), VLLM, (), "safetensors, GGUF and packed folders are told by their files"),
+    ForeignFlag(("--disable-log-requests",), VLLM, (), "no prompt or answer is ever logged"),
+    ForeignFlag(
+        ("--guided-decoding-backend", "--structured-outputs-config"), VLLM, (), "every constraint is always on"
+    ),
     ForeignFlag(("--ctx-size", "-c"), LLAMA_CPP, ("--max-context",)),
     ForeignFlag(("--parallel", "-np"), LLAMA_CPP, ("--max-running-sequences",)),
     ForeignFlag(("--batch-size", "--ubatch-size", "-b", "-ub"), LLAMA_CPP, ("--max-batch-tokens",)),
@@ -88,6 +99,14 @@ SERVE_FLAGS = (
     ForeignFlag(("--metrics",), LLAMA_CPP, ("--metrics-port",), "they are on unless it is -1"),
     ForeignFlag(("--jinja", "--embedding", "--embeddings"), LLAMA_CPP, (), "it is always on"),
     ForeignFlag(("--n-predict", "-n"), LLAMA_CPP, (), "requests say it, by `max_tokens` or `max_new_tokens`"),
+    ForeignFlag(("--threads-batch", "-tb"), LLAMA_CPP, ("--threads",), "the same for prompts and answers"),
+    ForeignFlag(("--flash-attn", "-fa"), LLAMA_CPP, (), "it is always on"),
+    ForeignFlag(("--mlock",), LLAMA_CPP, (), "weights are in memory; those of packed folders are mapped"),
+    ForeignFlag(("--numa",), LLAMA_CPP, (), "`numactl` starts a process on one node"),
+    ForeignFlag(
+        ("--chat-template-file",), LLAMA_CPP, (), "MODEL's own template is used: its folder's chat_template.jinja"
+    ),
+    ForeignFlag(("--slots", "--props"), LLAMA_CPP, (), "`penstock debug state` shows what runs"),
 )
 # Of `penstock chat` and `penstock complete`.
 ASK_FLAGS = (

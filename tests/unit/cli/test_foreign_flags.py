@@ -50,6 +50,8 @@ def test_the_flags_that_people_bring_are_there() -> None:
     assert len(SERVE_FLAGS) > 15
     assert flag_hint("serve", "--max-model-len") == "vLLM's; here it is --max-context"
     assert flag_hint("serve", "--api-key") == ("vLLM's; here it is --auth-token-file, a file with a token in each line")
+    for flag in ("--chat-template", "--mlock", "--threads-batch", "--pipeline-parallel-size", "--flash-attn"):
+        assert flag_hint("serve", flag) is not None
     assert flag_hint("chat", "--temp") == "llama.cpp's; here it is --temperature"
     assert flag_hint("serve", "--no-such-thing") is None
     assert flag_hint("env", "--max-model-len") is None
