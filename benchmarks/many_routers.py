@@ -132,14 +132,16 @@ class SeenBackend:
         """See policy.Candidate."""
         return self.prefixes.match(hashes)
 
-    def report(self) -> None:
-        """Take a report."""
+    def report(self, policy: Policy[SeenBackend] | None) -> None:
+        """Take a report; the policy of a router with a crowd of backends hears of told blocks."""
         state = self.backend
         self.load.take(LoadReport(waiting_requests=state.num_waiting, running_requests=state.running))
         told = None if self._reader is None else self._reader.take()
         if told is not None:
             self.prefixes.take(told.kept, told.gone, begins_anew=told.begins_anew)
             self.told_bytes += 8 * (len(told.kept) + len(told.gone))
+            if policy is not None:
+                policy.note_kept(self, told.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +191,11 @@ class Simulation:
         while left:
             now, _, event = heapq.heappop(self._events)
             if isinstance(event, int):
-                for seen in self._routers[event][1]:
-                    seen.report()
+                policy, all_seen = self._routers[event]
+                # As a router's pool does.
+                is_crowd = len(all_seen) > PolicyConfig().most_looked_at
+                for seen in all_seen:
+                    seen.report(policy if is_crowd else None)
                 self._at(now + REPORT_SECONDS, event)
             elif callable(event):
                 event()
