@@ -30,6 +30,9 @@ TRIALS ?=
 TRIALS_OUT ?= dev/log/client-trials.md
 # Flags of `make release`: --version X.Y.Z, --final, --without kernels trial.
 RELEASE ?=
+# Of `make site-versions`: the branch that has the sites, and this one's version: MAJOR.MINOR, where a patch takes the place.
+SITE_BRANCH ?= gh-pages
+SITE_VERSION ?= $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
 # Of `make fuzz`: requests by gRPC, frames, requests by HTTP, and where to begin.
@@ -51,7 +54,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel release soak chaos attack safeguards fuzz real lint types stubs docs site charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel release soak chaos attack safeguards fuzz real lint types stubs docs site site-versions charts bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -149,6 +152,13 @@ docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the d
 
 site: $(VENV)/.site  ## the documentation as a site, in build/site; a broken link, anchor or table of contents fails it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site-versions: $(VENV)/.site  ## the site of this version beside those of earlier ones, in a local branch SITE_BRANCH, and in build/site-versions; nothing is pushed
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --branch "$(SITE_BRANCH)" --ignore-remote-status --update-aliases "$(SITE_VERSION)" latest
+	@$(BIN)/mike set-default --branch "$(SITE_BRANCH)" --ignore-remote-status latest
+	@rm -rf build/site-versions && mkdir -p build/site-versions
+	@git archive "$(SITE_BRANCH)" | tar -x -C build/site-versions
 
 charts: $(VENV)/.dev  ## get helm, write what is made from the chart, and hold every combination of its values against Kubernetes' schemas
 	@test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN)
