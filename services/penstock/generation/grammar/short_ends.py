@@ -23,6 +23,8 @@ _SUFFIX = re.compile(rf"\[suffix=({_QUOTED})\]|^TEXT_[0-9]+: .*?\) ({_QUOTED})\)
 _START = re.compile(r"^start:(.*)$", re.MULTILINE)
 _TOKEN = re.compile(r"<\[([0-9]+)\]>")
 _TERM = re.compile(rf"<\[([0-9]+)\]>|({_QUOTED})")
+# Start of a group that may be left out.
+_FURTHER = re.compile(rf'\((?:<\[[0-9]+\]>|{_QUOTED})((?:{_QUOTED}|[^()"])*\)(?:\{{0,[0-9]*\}}|[*?]))')
 _BRACKETS = ("}}}", "}}", "}]", "]}", "}", "]")
 # Ends of base64 behind one, two or three characters of a group.
 _PADDINGS = ('="', '=="', 'A=="')
@@ -49,6 +51,8 @@ class ShortEnds:
         ends = [json.loads(one or other) for one, other in _SUFFIX.findall(text)]
         # A schema's words are no terms.
         starts = [found[1].partition("%json")[0] for found in _START.finditer(text)]
+        # Nor is what begins a further call.
+        starts = [_FURTHER.sub(r"(\1", one) for one in starts]
         outer = [int(one) for start in starts for one in reversed(_TOKEN.findall(start))]
         # The last tokens of a rule end what its first ones begin.
         tokens = [*outer, *(int(one) for one in reversed(_TOKEN.findall(text)))]

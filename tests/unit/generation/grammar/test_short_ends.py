@@ -316,3 +316,18 @@ def test_a_pattern_of_short_tokens_has_an_end_in_a_large_vocabulary(tmp_path: Pa
         "required": ["city"],
     }
     jsonschema.validate(json.loads(shortest_of(tmp_path, texts, document)), document)
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOLS])
+def test_a_call_is_one_call_with_no_more_arguments_than_it_needs(name: str) -> None:
+    # What stands between calls stands between members, too.
+    tool = {"write_file": {**TOOL["write_file"], "additionalProperties": True}}
+    chat = choose_format("", name, "none")
+    spec = lark(forced_grammar(chat, tool, markers(name), max_calls=4, in_reasoning=False, may_think=False))
+    assert spec.kind is not None
+    text = to_lark(spec.kind, spec.text, spec.choices)
+    matcher = new_matcher(grammar_tokenizer(), text)
+    found = ShortEnds(grammar_tokenizer(), matcher, text).find(matcher, 512)
+    assert found is not None
+    ((called, arguments),) = call_of(name, grammar_tokenizer().native.decode_str(list(found)))
+    assert (called, arguments.keys()) == ("write_file", {"path", "text", "mode"})
