@@ -16,8 +16,10 @@ from penstock.common.errors import CODE_BY_NUMBER, PenstockError
 from penstock.http2.metadata import Metadata
 from penstock.http2.server import PROBE_MESSAGE_BYTES
 from penstock.http2.unfinished_requests import came_too_slowly
+from penstock.serving.grpc_accepting import make_server
 from penstock.serving.grpc_options import server_options
 from penstock.serving.grpc_probes import GrpcProbes
+from penstock.serving.grpc_wakeups import wakeups_together
 from penstock.serving.interceptors import Admit, Handler, Wrap, behavior_of, handler_like, refusal_trailers
 
 _END: Any = cast("Any", grpc.aio).EOF  # its type stubs do not know it
@@ -31,11 +33,10 @@ class GrpcServer:
     ) -> None:
         """Make it. More than `max_calls` at once are refused. `wrap` and `admit` as in Http2Server."""
         self._config = config
-        self._inner = grpc.aio.server(
-            interceptors=(_Adapter(config, wrap, admit),),
-            options=server_options(config, shares_port=shares_port),
-            maximum_concurrent_rpcs=max_calls,
-        )
+        with wakeups_together():
+            self._inner = make_server(
+                (_Adapter(config, wrap, admit),), server_options(config, shares_port=shares_port), max_calls
+            )
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
         """Generated code calls it."""
