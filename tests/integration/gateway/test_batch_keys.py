@@ -16,7 +16,7 @@ from factories.servers.gateway import Gateway, running_gateway
 from factories.servers.key_files import secret_of, write_keys
 from factories.servers.router import backend, running_router
 from openai.types import Batch
-from penstock.common.acting_for import secret_digest
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import PermissionDenied
 from penstock.gateway.endpoint import call_metadata
 from penstock.gateway.job_rights import JobRights
@@ -190,7 +190,9 @@ async def test_a_callers_key_that_is_gone_is_not_the_fault_of_the_job_token(tmp_
         config = ClientConfig(token=secret_of("gateway"), call_metadata=call_metadata)
         async with AsyncClient(run.router, config) as own:
             rights = JobRights(lambda: own)
-            assert await rights.key_of_batch(secret_of("owner"), URL) == secret_digest(secret_of("owner"))
+            assert (
+                await rights.key_of_batch(secret_of("owner"), URL) == secret_digest(secret_of("owner").encode()).hex()
+            )
             with pytest.raises(PermissionDenied) as caught:
                 await rights.key_of_batch(secret_of("nobody"), URL)
             assert caught.value.reason == "KEY_GONE"

@@ -54,10 +54,6 @@ async def test_a_stream_has_the_pieces_of_the_call() -> None:
         ({"functions": "x"}, "functions"),
         # By the router, which knows them as tools.
         ({"functions": [WEATHER, {"name": ""}]}, "functions[1].name"),
-        (
-            {"functions": [WEATHER], "function_call": {"name": "get_weather"}, "structured_outputs": {"regex": "a"}},
-            "function_call",
-        ),
     ],
 )
 async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:

@@ -171,7 +171,7 @@ def test_tests_that_pages_name_exist() -> None:
     assert faults(PRESENT, lambda _, text: (name for name in _TEST.findall(text) if not is_test(name))) == {}
 
 
-@pytest.mark.parametrize("name", ["tests/unit/test_http2_*", "test_router_*", "test_demo_command.py", "test_no_such"])
+@pytest.mark.parametrize("name", ["tests/unit/test_http2_*", "test_cellar_*", "test_demo_command.py", "test_no_such"])
 def test_a_test_that_is_gone_would_be_seen(name: str) -> None:
     assert not is_test(name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from penstock.common.acting_for import secret_digest
+from penstock.common.credentials import secret_digest
 from penstock.common.errors import PenstockError
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.line_answers import LineAnswers
@@ -34,11 +34,11 @@ async def is_put_back(refusal: PenstockError, key_digest: str) -> bool:
 
 @pytest.mark.parametrize("scope", [KeyScope.GENERATE, KeyScope.DELEGATE])
 async def test_a_line_waits_while_the_gateways_key_lacks_a_scope(scope: KeyScope) -> None:
-    assert await is_put_back(scope_missing((scope,)), secret_digest("sk-owner"))
+    assert await is_put_back(scope_missing((scope,)), secret_digest(b"sk-owner").hex())
 
 
 async def test_a_scope_that_the_callers_key_lacks_is_the_lines_answer() -> None:
-    assert not await is_put_back(scope_missing((KeyScope.GENERATE,), of_owner=True), secret_digest("sk-owner"))
+    assert not await is_put_back(scope_missing((KeyScope.GENERATE,), of_owner=True), secret_digest(b"sk-owner").hex())
 
 
 async def test_a_line_without_a_key_of_its_own_has_the_refusal_for_its_answer() -> None:
