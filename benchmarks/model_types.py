@@ -30,8 +30,7 @@ from factories.engine.fake_engine import engine_config, request
 from factories.engine.pools import add_states
 from factories.models.model_types import VOCAB_SIZE, check_ids, model_types, reference_of, tiny_model_type
 from penstock.common.errors import StartupError
-from penstock.generation.attention.index_keys import index_rows
-from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.engine import Engine
@@ -120,14 +119,7 @@ def relative_speed(folder: Path, model: LanguageModel, device: CPUDevice, option
 def new_engine(model: LanguageModel, device: CPUDevice, options: argparse.Namespace) -> Engine:
     """Make an engine with room for all prompts."""
     facts, blocks = model.config, options.batch * ((PROMPT + options.tokens) // 16 + 1)
-    geometry = (facts.num_kv_layers, blocks, 16, facts.num_kv_heads, facts.head_dim)
-    kv = KVCachePool(
-        *geometry,
-        model.dtype,
-        model.device,
-        has_values=facts.has_values,
-        index=index_rows(facts, model.dtype),
-    )
+    kv = KVShape.of(facts, model.dtype, 16).pool(blocks, model.device)
     config = engine_config(
         num_blocks=blocks,
         block_size=16,

@@ -10,8 +10,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.evaluation.number_format import NumberFormat
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.index_keys import index_rows
-from penstock.generation.attention.kv_cache import KVCachePool, kv_cache_dtype
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.devices.base import Device
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model
@@ -33,23 +32,16 @@ class SteppedModel:
                 "--endpoint",
                 flag="MODEL",
             )
-        facts = self.weights.config
         self._blocks = -(-longest // _BLOCK_SIZE)
-        geometry = (
-            facts.num_kv_layers,
-            sequences * self._blocks,
+        weights = self.weights
+        shape = KVShape.of(
+            weights.config,
+            weights.dtype,
             _BLOCK_SIZE,
-            self.weights.num_kv_heads,
-            facts.head_dim,
+            requested=format.kv_cache_dtype,
+            num_kv_heads=weights.num_kv_heads,
         )
-        dtype = kv_cache_dtype(format.kv_cache_dtype, self.weights.dtype)
-        self.kv = KVCachePool(
-            *geometry,
-            dtype,
-            self.weights.device,
-            has_values=facts.has_values,
-            index=index_rows(facts, self.weights.dtype),
-        )
+        self.kv = shape.pool(sequences * self._blocks, weights.device)
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from factories.engine.pools import spoil
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.index_keys import index_rows
-from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.attention.state_pool import new_states
 from penstock.generation.layers.lora import AdapterWeights
 from penstock.generation.models.decoder import CausalLM
@@ -46,17 +45,8 @@ class PagedDriver:
     ) -> None:
         config = model.config
         self.model = model
-        self.kv = KVCachePool(
-            config.num_kv_layers,
-            num_blocks,
-            block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            kv_dtype or model.dtype,
-            model.device,
-            has_values=config.has_values,
-            index=index_rows(config, model.dtype),
-        )
+        shape = KVShape.of(config, model.dtype, block_size)
+        self.kv = replace(shape, dtype=kv_dtype or model.dtype).pool(num_blocks, model.device)
         spoil(self.kv)
         self.kv.states = new_states(model.state_layout, num_blocks, model.device)
         for tensor in () if self.kv.states is None else self.kv.states.in_place():

@@ -15,8 +15,8 @@ from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_check
 from factories.models.run_kernels import cpu_device
 from penstock.common.errors import StartupError
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.index_keys import index_rows
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.core.step import DraftKind
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.models.decoder import CausalLM
@@ -74,19 +74,7 @@ def test_the_layer_computes_what_the_paper_says_row_by_row_and_in_a_chain(
     with torch.inference_mode():
         states = read.served.model(ids[None]).last_hidden_state[0, :-1]
         expected = read.reference(states, ids[1:])
-        facts = head.config
-        cpu = torch.device("cpu")
-        kv = KVCachePool(
-            1,
-            8,
-            4,
-            facts.num_kv_heads,
-            facts.head_dim,
-            torch.float32,
-            cpu,
-            has_values=facts.has_values,
-            index=index_rows(facts, torch.float32),
-        )
+        kv = KVShape.of(head.config, torch.float32, 4, num_layers=1).pool(8, torch.device("cpu"))
         pieces = []
         for first, count in ((0, 5), (5, 1), (6, 6)):
             rows = slice(first, first + count)

@@ -16,8 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.index_keys import index_rows
-from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.attention.state_pool import new_states
 from penstock.generation.core.model_config import Activation, ModelConfig
 from penstock.generation.layers.decoder_layer import Step
@@ -160,17 +159,7 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: to
     tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
     lengths = [SEQUENCE] * count
     metadata, positions = AttentionMetadata.build(lengths, lengths, tables, _BLOCK_SIZE, device.torch_device)
-    kv = KVCachePool(
-        config.num_kv_layers,
-        count * blocks,
-        _BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype,
-        device.torch_device,
-        has_values=config.has_values,
-        index=index_rows(config, dtype),
-    )
+    kv = KVShape.of(config, dtype, _BLOCK_SIZE).pool(count * blocks, device.torch_device)
     kv.states = new_states(state_layout(config.delta, dtype), count, device.torch_device)
     if kv.states is not None:
         metadata = replace(metadata, state_slots=tuple(range(count)))

@@ -18,12 +18,12 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.common.progress import LOAD_WEIGHTS, ProgressStage, ShowProgress
 from penstock.common.units import format_size
-from penstock.generation.attention.index_keys import index_rows
-from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory
+from penstock.generation.host.memory import format_weights
 from penstock.generation.layers.lora import AdapterBatch
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
@@ -31,11 +31,12 @@ from penstock.generation.models.registry import read_model_config
 from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.grammar_masks import MaskFiller
 from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.startup.draft_pool import MEMORY_FLAG, make_draft_pool
 from penstock.generation.startup.read_model import read_model
 from penstock.text.tokenizer_json import read_tokenizer_json
 
 _log = get_logger("penstock.generation")
-MODEL_FLAG, MEMORY_FLAG = "--assistant-model", "--assistant-kv-memory"
+MODEL_FLAG = "--assistant-model"
 _FLAGS = {"MODEL": MODEL_FLAG, "--kv-memory": MEMORY_FLAG}
 
 
@@ -124,32 +125,9 @@ def make_draft_model(
 def _pool(
     config: GenerationServiceConfig, weights: LanguageModel, device: Device, engine: EngineConfig, context: int
 ) -> KVCachePool:
-    facts, size = weights.config, engine.block_size
-    geometry = (size, facts.num_kv_heads, facts.head_dim)
-    dtype, index = kv_cache_dtype(config.kv_cache_dtype, weights.dtype), index_rows(facts, weights.dtype)
-    left = device.memory()
-    blocks = kv_pool_blocks(
-        parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
-        bytes_per_block=kv_bytes_per_block(
-            facts.num_kv_layers, *geometry, dtype, has_values=facts.has_values, index=index
-        ),
-        blocks_of_context=-(-context // size),
-        available=left.available,
-        total=left.total,
-        flag=MEMORY_FLAG,
-        max_context_tokens=context,
-        # `auto` never has room for more tokens than the served model.
-        max_blocks=max(engine.num_blocks // engine.bundle_blocks, 1),
-    )
-    return KVCachePool(
-        facts.num_kv_layers,
-        blocks,
-        *geometry,
-        dtype,
-        device.torch_device,
-        has_values=facts.has_values,
-        index=index,
-    )
+    shape = KVShape.of(weights.config, weights.dtype, engine.block_size, requested=config.kv_cache_dtype)
+    most = engine.num_blocks // engine.bundle_blocks
+    return make_draft_pool(config, shape, device, context=context, most_blocks=most)
 
 
 def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> None:

@@ -12,22 +12,23 @@ from penstock.common.checkpoint import DEMO_HEAD, OWN_HEAD, demo_head_folder, mo
 from penstock.common.errors import StartupError
 from penstock.common.progress import LOAD_WEIGHTS, ProgressStage, ShowProgress
 from penstock.common.units import format_size
-from penstock.generation.attention.index_keys import index_rows
-from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
-from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory
+from penstock.generation.host.memory import format_weights
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.draft_head import DraftHead
 from penstock.generation.models.eagle3 import load_eagle3
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.mtp import load_mtp
 from penstock.generation.runner.head_drafter import HeadDrafter
+from penstock.generation.startup.draft_pool import MEMORY_FLAG, make_draft_pool
 
 if TYPE_CHECKING:
     from penstock.generation.runner.grammar_masks import MaskFiller
 
-HEAD_FLAG, MEMORY_FLAG = "--draft-head", "--assistant-kv-memory"
+HEAD_FLAG = "--draft-head"
 _FLAGS = {"MODEL": HEAD_FLAG, "--kv-memory": MEMORY_FLAG}
 
 
@@ -95,23 +96,10 @@ def make_head_draft(
 ) -> HeadDraft:
     """Make pool and drafter around a loaded head, beside the served model's pool `kv`. `masks` may be the served
     model's, which never runs at the same time. Raises StartupError naming --assistant-kv-memory."""
-    facts, size = head.config, kv.block_size
-    dtype, index = kv_cache_dtype(config.kv_cache_dtype, head.dtype), index_rows(facts, head.dtype)
-    geometry = (size, facts.num_kv_heads, facts.head_dim)
-    left = device.memory()
+    shape = KVShape.of(head.config, head.dtype, kv.block_size, requested=config.kv_cache_dtype, num_layers=1)
+    most = kv.num_blocks // kv.bundle_blocks
     with _about_the_head():
-        blocks = kv_pool_blocks(
-            parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
-            bytes_per_block=kv_bytes_per_block(1, *geometry, dtype, has_values=facts.has_values, index=index),
-            blocks_of_context=-(-context // size),
-            available=left.available,
-            total=left.total,
-            flag=MEMORY_FLAG,
-            max_context_tokens=context,
-            # `auto` never has room for more tokens than the served model.
-            max_blocks=max(kv.num_blocks // kv.bundle_blocks, 1),
-        )
-        own = KVCachePool(1, blocks, *geometry, dtype, device.torch_device, has_values=facts.has_values, index=index)
+        own = make_draft_pool(config, shape, device, context=context, most_blocks=most)
     drafter = HeadDrafter(head, own, model.config.vocab_size, kernels=device.sampling_kernels(), masks=masks)
     drafter.follow(model, head)
     drafter.warm_up()

@@ -12,8 +12,8 @@ from penstock.common.logging import get_logger
 from penstock.common.units import format_size
 from penstock.generation.attention.cache_layout import CacheLayout, layout_of
 from penstock.generation.attention.host_kv import HostKVPool
-from penstock.generation.attention.index_keys import index_rows
-from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.attention.state_pool import StatePool, new_states, state_bytes
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.cache_group import CacheGroup
@@ -114,21 +114,24 @@ def _kv_pool(
     *,
     has_scrap: bool,
 ) -> KVCachePool:
-    facts, size = model.config, device.block_size(config.block_size)
-    dtype, index = kv_cache_dtype(config.kv_cache_dtype, model.dtype), index_rows(facts, model.dtype)
+    size = device.block_size(config.block_size)
+    shape = KVShape.of(
+        model.config,
+        model.dtype,
+        size,
+        requested=config.kv_cache_dtype,
+        num_layers=None if layout is None else layout.layers_a_block,
+        num_kv_heads=model.num_kv_heads,
+    )
     left = device.memory()
     # A slot for each sequence that runs; warm-up needs two.
     slots, snapshots = max(2, config.max_running_sequences), _num_snapshots(config, model, context)
     states = (slots + snapshots) * state_bytes(model.state_layout)
-    num_layers = facts.num_kv_layers if layout is None else layout.layers_a_block
     longest = _most_blocks(config, layout, context, size)
     blocks = kv_pool_blocks(
         parse_memory(config.kv_memory),
         # Of all processes that share this memory.
-        bytes_per_block=kv_bytes_per_block(
-            num_layers, size, model.num_kv_heads, facts.head_dim, dtype, has_values=facts.has_values, index=index
-        )
-        * (config.tensor_parallel if device.ranks_share_memory else 1),
+        bytes_per_block=shape.bytes_per_block * (config.tensor_parallel if device.ranks_share_memory else 1),
         blocks_of_context=longest,
         available=left.available - states,
         total=left.total,
@@ -139,19 +142,12 @@ def _kv_pool(
         # `auto` never takes more than every sequence at full length could use.
         max_blocks=config.max_running_sequences * longest,
     )
-    kv = KVCachePool(
-        num_layers,
+    kv = shape.pool(
         blocks,
-        size,
-        model.num_kv_heads,
-        facts.head_dim,
-        dtype,
         device.torch_device,
         num_further_blocks=_named_blocks(config, model, size) if layout is None else 0,
         has_scrap=has_scrap,
         layout=layout,
-        has_values=facts.has_values,
-        index=index,
     )
     kv.states = new_states(model.state_layout, slots, device.torch_device, snapshots)
     if kv.states is not None:
