@@ -106,7 +106,7 @@ class EngineConnection:
         """See BackendConnection."""
         blocks, following = self._blocks, None
         if blocks is not None:
-            # Its faults cost a routing by estimates, and no load reports.
+            # Beside the reports of load: they go on while it fails, and routing goes by estimates.
             follow = kept_running(
                 lambda: self._follow_blocks(blocks), _log, "cache events", self._config.reconnect_max_seconds
             )
