@@ -12,6 +12,10 @@ _MOST_NAME_CHARS = 512
 FILE = "file"
 
 
+def _no_form() -> InvalidArgument:
+    return InvalidArgument("body", "is not a form (multipart/form-data)", reason="MALFORMED_MESSAGE")
+
+
 class FileUpload:
     """Form that is fed with bytes. It holds what it got of the file until `taken` hands it on.
 
@@ -21,7 +25,7 @@ class FileUpload:
     def __init__(self, content_type: bytes) -> None:
         """Raises InvalidArgument for a body of another type."""
         try:
-            from python_multipart.exceptions import MultipartParseError
+            from python_multipart.exceptions import FormParserError
             from python_multipart.multipart import MultipartParser, parse_options_header
         except ImportError as error:
             raise FailedPrecondition(
@@ -33,7 +37,7 @@ class FileUpload:
             raise InvalidArgument(
                 "body", "must be a form with a file (multipart/form-data)", reason="MALFORMED_MESSAGE"
             )
-        self._error = MultipartParseError
+        self._error = FormParserError
         self._options_of = parse_options_header
         self.fields: dict[str, str] = {}
         # Its name as the caller gave it; None: no file has come.
@@ -56,7 +60,11 @@ class FileUpload:
             "on_headers_finished": self._end_headers,
             "on_end": self._end,
         }
-        self._parser = MultipartParser(boundary, callbacks)
+        try:
+            self._parser = MultipartParser(boundary, callbacks)
+        except FormParserError as error:
+            # The boundary is too long.
+            raise _no_form() from error
 
     @property
     def num_held(self) -> int:
@@ -68,7 +76,7 @@ class FileUpload:
         try:
             self._parser.write(data)
         except self._error as error:
-            raise InvalidArgument("body", "is not a form (multipart/form-data)", reason="MALFORMED_MESSAGE") from error
+            raise _no_form() from error
 
     def taken(self, most: int) -> bytes:
         """Return bytes of the file, at most `most`, and forget them."""

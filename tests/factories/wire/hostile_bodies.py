@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from factories.wire.made_things import MadeThings, target_of
 from penstock.compat.option_names import ALIASES
 from penstock.generation.options.table import SECTIONS
 
@@ -40,7 +41,29 @@ _OTHER_NAMES = (
 OPTIONS = tuple(
     sorted({*_OTHER_NAMES, *(name for rows in SECTIONS.values() for name in rows)} - {"negative_prompt_text"})
 )
-# Path -> a body that the route takes, with every field that it reads by itself.
+# In a body, the id of a file that is there.
+_FILE = "{file}"
+_ITEMS: list[Any] = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+    {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "so"}]},
+    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": "1"},
+]
+_METADATA = {"a": "b"}
+# What a prompt of /v1/responses is made of.
+_PROMPT_OF_RESPONSE: dict[str, Any] = {
+    "input": _ITEMS,
+    "instructions": "Be brief",
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA}},
+    "reasoning": {"effort": "low"},
+    "tools": [{"type": "function", **_FUNCTION}],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "truncation": "disabled",
+    "chat_template_kwargs": _KWARGS,
+}
+# Path -> a body that the route takes, with every field that it reads by itself. A path with a name is that of
+# something that is there.
 BODIES: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "max_tokens": 1,
@@ -100,26 +123,28 @@ BODIES: Mapping[str, dict[str, Any]] = {
         "model": "",
     },
     "/v1/responses": {
+        **_PROMPT_OF_RESPONSE,
         "max_output_tokens": 1,
-        "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
-            {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "so"}]},
-            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c1", "output": "1"},
-        ],
-        "instructions": "Be brief",
-        "text": {"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA}},
         "include": ["message.output_text.logprobs"],
-        "reasoning": {"effort": "low"},
-        "tools": [{"type": "function", **_FUNCTION}],
-        "tool_choice": "none",
-        "parallel_tool_calls": False,
-        "metadata": {"a": "b"},
+        "metadata": _METADATA,
         "store": True,
-        "truncation": "disabled",
-        "chat_template_kwargs": _KWARGS,
+        "background": False,
         **_GENERATION,
     },
+    "/v1/responses/input_tokens": {**_PROMPT_OF_RESPONSE, "stream": False, "model": ""},
+    # Nothing of these two is read.
+    "/v1/responses/compact": {"input": _ITEMS, "model": ""},
+    "/v1/responses/{name}/cancel": {"a": [1]},
+    "/v1/conversations": {"items": _ITEMS, "metadata": _METADATA},
+    "/v1/conversations/{name}": {"metadata": _METADATA},
+    "/v1/conversations/{name}/items": {"items": _ITEMS},
+    "/v1/batches": {
+        "input_file_id": _FILE,
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+        "metadata": _METADATA,
+    },
+    "/v1/batches/{name}/cancel": {"a": [1]},
     "/v1/embeddings": {
         "input": ["Hello"],
         "encoding_format": "base64",
@@ -215,7 +240,7 @@ class Case:
     """A request with one hostile value."""
 
     path: str
-    # Place of the value: names and numbers.
+    # Place of the value: names and numbers; none for the whole body.
     place: tuple[str | int, ...]
     value: str
     # The answer is asked for as a stream.
@@ -224,23 +249,28 @@ class Case:
     @property
     def field(self) -> str:
         """Name of the field of the body that the value is in."""
-        return str(self.place[0])
+        return str(self.place[0]) if self.place else "body"
 
-    def body(self) -> bytes:
-        """Return the body."""
+    def sent(self, made: MadeThings) -> tuple[bytes, bytes]:
+        """Return the target and the body."""
+        return target_of(self.path, made), self._body().replace(_FILE, made.ids["files"]).encode()
+
+    def _body(self) -> str:
+        if not self.place:
+            return VALUES[self.value]
         # No copy.deepcopy: parts that are the same object would stay so.
-        made = json.loads(json.dumps(BODIES[self.path]))
-        if self.place[0] not in made:
+        body = json.loads(json.dumps(BODIES[self.path]))
+        if self.place[0] not in body:
             # An option: without what it does not go together with.
             for name in _CONSTRAINED:
-                made.pop(name, None)
-        at: Any = made
+                body.pop(name, None)
+        at: Any = body
         for step in self.place[:-1]:
             at = at[step]
         if self.is_stream:
-            made["stream"] = True
+            body["stream"] = True
         at[self.place[-1]] = _HOLE
-        return json.dumps(made).replace(json.dumps(_HOLE), VALUES[self.value]).encode()
+        return json.dumps(body).replace(json.dumps(_HOLE), VALUES[self.value])
 
     def __str__(self) -> str:
         return f"{self.path}{' stream' * self.is_stream} {'.'.join(map(str, self.place))}: {self.value}"
@@ -256,7 +286,12 @@ def _places(value: Any, way: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 def hostile_cases(path: str, *, is_stream: bool = False) -> list[Case]:
     """Return every case of a route: each value at each place of its body, and for each option."""
-    places = list(_places(BODIES[path]))
+    places: list[tuple[str | int, ...]] = [(), *_places(BODIES[path])]
     if path in GENERATING:
         places += [(name,) for name in OPTIONS if name not in BODIES[path]]
     return [Case(path, place, value, is_stream) for place in places for value in VALUES]
+
+
+def whole_case(path: str, made: MadeThings) -> tuple[bytes, bytes]:
+    """Return the target and the body that the cases change."""
+    return target_of(path, made), json.dumps(BODIES[path]).replace(_FILE, made.ids["files"]).encode()

@@ -11,8 +11,11 @@ import pytest
 import structlog
 from factories.servers.gateway import running_gateway
 from factories.servers.served import Served
-from factories.wire.hostile_bodies import BODIES, GENERATING, Case, hostile_cases
+from factories.wire.hostile_bodies import BODIES, GENERATING, Case, hostile_cases, whole_case
+from factories.wire.hostile_forms import HOSTILE_FORMS, TAKEN_FORMS
+from factories.wire.made_things import FORM, make_things
 from factories.wire.plain_http import PlainHttp
+from penstock.gateway import app
 
 pytestmark = pytest.mark.xdist_group("gateway")
 # Of a route's cases so many are in the ordinary run: every n-th.
@@ -29,44 +32,16 @@ _OTHERS = {
 # No answer in time, and work that would come too late, are none of the body's: a model goes on as long as a request
 # lets it.
 _FINE = (200, 400, 404, 413, 429, 504)
-# Targets without a body, and the status that each must get.
-_TARGETS: list[tuple[str, bytes, int]] = [
-    *(
-        ("GET", b"/v1/responses/" + name, 404)
-        for name in (b"%ED%A0%80", b"%FF", b"%00", b"x" * 4000, b"%F0%9F%98%80", b"%")
-    ),
-    *(("DELETE", b"/v1/responses/" + name, 404) for name in (b"%ED%A0%80", b"%FF", b"%00", b"x" * 4000)),
-    *(
-        ("GET", b"/v1/models/" + name, 404)
-        for name in (b"%ED%A0%80", b"%FF", b"%00", b"../x", b"a/b/%2e%2e", b"x" * 4000)
-    ),
-    *(
-        ("GET", b"/v1/responses/none/input_items?" + query, 404)
-        for query in (b"limit=1", b"%ED%A0%80=1", b"&&&;=", b"a&" * 999)
-    ),
-    ("GET", b"/%ED%A0%80", 404),
-    ("GET", b"//", 404),
-    ("PUT", b"/v1/chat/completions", 405),
-]
-# Queries for the items of a response that is there, and the field that each is refused for.
-_QUERIES = [
-    (b"limit=" + b"9" * 5000, "limit"),
-    (b"limit=0", "limit"),
-    (b"limit=-1", "limit"),
-    (b"limit=1e1", "limit"),
-    # Digits, but none of ASCII's.
-    (b"limit=%D9%A3", "limit"),
-    (b"limit=%ED%A0%80", "limit"),
-    (b"order=%ED%A0%80", "order"),
-    (b"after=%ED%A0%80", "after"),
-    (b"after=" + b"x" * 5000, "after"),
-]
+# Routes that refuse every body that is one, and the reason of each: nothing else of the body is read.
+_REFUSING = {"/v1/responses/compact": "COMPACTION_NOT_SUPPORTED"}
 
 
 def _named(case: Case, error: dict[str, Any]) -> bool:
     """True for an error that names the case's field."""
     if error["reason"] == "PROMPT_TOO_LONG":
         # All texts together.
+        return True
+    if error["reason"] == _REFUSING.get(case.path):
         return True
     param = error["param"] or ""
     top = param.partition(".")[0].partition("[")[0]
@@ -81,12 +56,14 @@ async def _sweep(served: Served, cases: Sequence[Case]) -> None:
     async def send(address: tuple[str, int]) -> None:
         async with PlainHttp(*address) as client:
             for case in left:
-                status, answer = await client.ask("POST", case.path.encode(), case.body())
+                status, answer = await client.ask("POST", *case.sent(made))
                 if status not in _FINE or (status == 400 and not _named(case, json.loads(answer)["error"])):
                     wrong.append(f"{case}: {status} {answer[:200]!r}")
 
-    with structlog.testing.capture_logs() as lines:
-        async with running_gateway(served.grpc, answer_seconds=5.0) as gateway:
+    async with running_gateway(served.grpc, answer_seconds=5.0) as gateway:
+        async with PlainHttp(*gateway.host_port) as client:
+            made = await make_things(client)
+        with structlog.testing.capture_logs() as lines:
             await asyncio.gather(*(send(gateway.host_port) for _ in range(_CONNECTIONS)))
     assert not wrong, f"{len(wrong)} of {len(cases)}: " + "\n".join(wrong[:20])
     # A deadline of the gateway's own is told by the line of its request.
@@ -119,23 +96,38 @@ async def test_a_stream_refuses_what_an_answer_refuses(served: Served, path: str
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_body_that_the_cases_change_is_answered(served: Served, path: str) -> None:
-    assert served.ask(path, BODIES[path])[0] == 200
-
-
-async def test_an_odd_target_is_no_fault(served: Served) -> None:
     async with running_gateway(served.grpc) as gateway, PlainHttp(*gateway.host_port) as client:
-        found = [(method, target, (await client.ask(method, target))[0]) for method, target, _ in _TARGETS]
-    assert found == _TARGETS
+        status, answer = await client.ask("POST", *whole_case(path, await make_things(client)))
+    assert (status, (json.loads(answer).get("error") or {}).get("reason")) == (
+        (400, _REFUSING[path]) if path in _REFUSING else (200, None)
+    )
 
 
-async def test_an_odd_query_is_refused_by_the_name_of_its_field(served: Served) -> None:
-    made = served.json("/v1/responses", {"input": "Hello", "max_output_tokens": 1})
-    target = f"/v1/responses/{made['id']}/input_items?".encode()
-    host, _, port = served.root.removeprefix("http://").rpartition(":")
-    async with PlainHttp(host, int(port)) as client:
-        for query, field in _QUERIES:
-            status, answer = await client.ask("GET", target + query)
-            assert (status, json.loads(answer)["error"]["param"]) == (400, field), query
+def test_every_route_that_takes_a_body_has_cases() -> None:
+    # The body of an upload is a form.
+    assert {*BODIES, "/v1/files"} == app._POST.keys()
+
+
+@pytest.mark.parametrize("form", HOSTILE_FORMS)
+async def test_a_hostile_form_is_refused(served: Served, form: str) -> None:
+    header, body = HOSTILE_FORMS[form]
+    with structlog.testing.capture_logs() as lines:
+        async with running_gateway(served.grpc) as gateway, PlainHttp(*gateway.host_port) as client:
+            status, answer = await client.ask("POST", b"/v1/files", body, header)
+            left = json.loads((await client.ask("GET", b"/v1/files"))[1])["data"]
+    assert status in (400, 413), answer
+    assert not left
+    assert not [line for line in lines if line["log_level"] in ("warning", "error", "critical")]
+
+
+@pytest.mark.parametrize("name", TAKEN_FORMS)
+async def test_an_odd_form_that_is_one_is_taken(served: Served, name: str) -> None:
+    async with running_gateway(served.grpc) as gateway, PlainHttp(*gateway.host_port) as client:
+        status, answer = await client.ask("POST", b"/v1/files", TAKEN_FORMS[name], FORM)
+        assert status == 200, answer
+        shown = json.loads(answer)["filename"]
+    assert shown.isprintable()
+    assert 0 < len(shown) <= 512
 
 
 @pytest.mark.parametrize(
