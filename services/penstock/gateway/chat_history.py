@@ -18,8 +18,11 @@ _TAKEN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "fu
 
 def messages_of(value: Any, call: HttpCall) -> list[dict[str, Any]]:
     """Return a conversation in the client's form. Raises InvalidArgument naming message and field."""
+    if isinstance(value, str) and value:
+        # As Chinese-LLaMA-Alpaca-3's server takes it: what a user says.
+        return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise InvalidArgument("messages", "must be a list with at least one message")
+        raise InvalidArgument("messages", "must be a list with at least one message, or a text")
     return [_message(message, f"messages[{number}]", call) for number, message in enumerate(value)]
 
 

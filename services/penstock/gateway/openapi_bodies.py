@@ -39,7 +39,7 @@ _FUNCTION = _kind(
 )
 _TOOL = _kind("object", properties={"type": TEXT, "function": _FUNCTION})
 _TEMPLATE: Mapping[str, Schema] = {
-    "messages": _list(_MESSAGE),
+    "messages": {"anyOf": [_list(_MESSAGE), TEXT], "description": "Turns; a text is one of a user."},
     "tools": _list(_TOOL),
     "documents": _list(OBJECT, "Texts with titles, for templates that take them."),
     "chat_template_kwargs": _kind("object", "Variables of the chat template."),

@@ -55,6 +55,13 @@ def called(route: str, arguments: Any) -> list[dict[str, Any]]:
     ]
 
 
+def test_a_text_is_what_a_user_says() -> None:
+    assert read("chat", "Hello") == ([{"role": "user", "content": "Hello"}], [])
+    for nothing in ("", [], None, 5):
+        with pytest.raises(InvalidArgument, match="messages"):
+            read("chat", nothing)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("arguments", "taken"),
