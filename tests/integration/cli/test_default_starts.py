@@ -15,12 +15,16 @@ import factories.servers.stack as stack
 import grpc
 import psutil
 import pytest
+from factories.models.carried_heads import Carried
 from factories.models.checkpoints import tiny_checkpoint
+from factories.servers.generation import text_checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock import Generator
+from penstock.v1 import config_pb2, generation_pb2, generation_pb2_grpc
 from penstock_client import Client
 
 PROMPT = [5, 6, 7, 8]
+NUM_TOKENS = 16
 # A start that hangs is one that takes longer; a stop is one that was not obeyed.
 START_SECONDS, STOP_SECONDS = 120.0, 30.0
 # Longer than both: whoever waits this out has not obeyed.
@@ -77,6 +81,62 @@ def test_services_start_one_by_one_with_their_defaults(flags: tuple[str, ...]) -
             assert client.generate("One, two", max_new_tokens=4).text
         for process in (gateway, router, generation, tokenizer):
             assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+def test_models_of_a_folder_start_with_their_defaults(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        text_checkpoint(tmp_path / name)
+    with started(None, "--http-port", "0", "--models", str(tmp_path)) as process:
+        stack.wait_serving(process.address, process, START_SECONDS)
+        with Client(process.address) as client:
+            for name in ("one", "two"):
+                assert client.generate("One, two", model=name, max_new_tokens=4).started.model == name
+        assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--transport", "grpc"), ("--processes", "2"), ("--detokenize", "tokenizer")],
+    ids=" ".join,
+)
+def test_services_start_one_by_one_each_with_a_flag(flags: tuple[str, ...]) -> None:
+    """Of each service that has the flag."""
+    of_tokenizer = flags if flags[0] in ("--transport", "--processes") else ()
+    of_generation = flags if flags[0] == "--transport" else ()
+    with contextlib.ExitStack() as opened:
+        tokenizer = opened.enter_context(started("tokenizer", *of_tokenizer))
+        generation = opened.enter_context(started("generation", *of_generation))
+        where = ("--tokenizer", tokenizer.address, "--backend", generation.address)
+        router = opened.enter_context(started("router", *where, *flags))
+        for process in (tokenizer, generation, router):
+            stack.wait_serving(process.address, process, START_SECONDS)
+        with Client(router.address) as client:
+            assert client.generate("One, two", max_new_tokens=4).text
+        for process in (router, generation, tokenizer):
+            assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+@pytest.mark.parametrize("flag", ["--vllm-engine", "--kv-disk", "--draft-head"])
+def test_a_service_starts_with_a_flag_and_answers(checkpoint: Path, tmp_path: Path, flag: str) -> None:
+    model, value = checkpoint, {"--kv-disk": (str(tmp_path / "blocks"),), "--draft-head": ("checkpoint",)}.get(flag, ())
+    if flag == "--draft-head":
+        model = Carried(tmp_path, "deepseek_v3").folder
+    with started("generation", str(model), "--no-load-tokenizer", flag, *value) as process:
+        stack.wait_serving(process.address, process, START_SECONDS)
+        assert num_ids(process) == NUM_TOKENS
+        assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+def num_ids(process: stack.Process) -> int:
+    """Ask a generation service, and return how many ids it answers."""
+    asked = generation_pb2.GenerateRequest(
+        prompt_token_ids=PROMPT,
+        config=config_pb2.GenerationConfig(max_new_tokens=NUM_TOKENS),
+        stop=config_pb2.StopConfig(ignore_eos=True),
+    )
+    with grpc.insecure_channel(process.address) as channel:
+        events = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asked, timeout=START_SECONDS)
+        return sum(len(event.delta.token_ids) for event in events)
 
 
 def test_an_empty_service_starts_with_its_defaults_and_waits_for_a_model() -> None:
