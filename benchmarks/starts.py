@@ -31,9 +31,10 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 import psutil
-from factories.models.checkpoints import _CONFIGS, tiny_checkpoint
+from factories.models.checkpoints import tiny_checkpoint
 from factories.servers import stack
 from penstock.common.checkpoint import demo_folder
+from penstock.generation.models.registry import FAMILIES
 from penstock.tokenizer.load_process import load
 from penstock.tokenizer.service import _detokenizers
 from penstock.tokenizer.tokenizer import TextTokenizer, Vocabulary
@@ -191,7 +192,7 @@ def write_into(page: Path, lines: list[str]) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--families", nargs="*", default=list(_CONFIGS), help="default: every native one")
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), help="default: every native one")
     parser.add_argument("--tokenizers", nargs="*", type=Path, default=[], help="further folders of tokenizers")
     parser.add_argument("--models", nargs="*", type=Path, default=[], help="folders and GGUF files")
     parser.add_argument(

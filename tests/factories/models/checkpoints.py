@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -88,6 +89,8 @@ _CONFIGS = {
     "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "qwen3_next": Qwen3NextConfig,
 }
+# Types that transformers has under another name.
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -182,10 +185,14 @@ def tiny_checkpoint(
 
     Biases and norm weights are random too, so that none can be forgotten unnoticed.
     """
-    settings = {**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {}), **config}
+    known = _OTHER_NAMES.get(family, family)
+    settings = {**_DEFAULTS, **_FAMILY_DEFAULTS.get(known, {}), **config}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in _files(family, seed, dtype, max_shard_size, _Settings(settings)).items():
+    for name, content in _files(known, seed, dtype, max_shard_size, _Settings(settings)).items():
         (folder / name).write_bytes(content)
+    if known != family:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(values | {"model_type": family}), encoding="utf-8")
     return folder
 
 

@@ -116,11 +116,8 @@ def test_quantised_weights_are_near_the_models_own_numbers(tmp_path: Path, quant
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path, "deepseek_v3")
-    expected = logits(load(folder))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
-    assert torch.equal(logits(load(folder)), expected)
+    expected = logits(load(tiny_checkpoint(tmp_path / "one", "deepseek_v3")))
+    assert torch.equal(logits(load(tiny_checkpoint(tmp_path / "other", "kimi_k2"))), expected)
 
 
 def test_layers_for_drafts_are_not_read(tmp_path: Path) -> None:
