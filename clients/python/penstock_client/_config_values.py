@@ -168,8 +168,16 @@ def _set_plugins(config: Any, name: str, plugins: Any) -> None:
 
 def _set_stop_sequences(stop: Any, name: str, value: Any) -> None:
     entries: Iterable[Any] = [value] if isinstance(value, Integral) else value
-    for entry in entries:
-        getattr(stop, name).append(token_ids([int(entry)] if isinstance(entry, Integral) else entry))
+    made = common_pb2.TokenIds
+    # Plain ids may be a quarter of a million: nothing is called for one but what makes it.
+    getattr(stop, name).extend(
+        [
+            made(ids=(entry,))
+            if type(entry) is int
+            else token_ids([int(entry)] if isinstance(entry, Integral) else entry)
+            for entry in entries
+        ]
+    )
 
 
 def _set_trie(config: Any, name: str, trie: Sequence[Ids]) -> None:
