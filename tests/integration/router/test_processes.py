@@ -57,6 +57,38 @@ async def test_stream_outlives_its_backends_process(signal_number: signal.Signal
             assert answer.finished.attempts == 2
 
 
+async def test_a_stream_outlives_its_tokenizer_and_its_backend_killed_together() -> None:
+    port = str(stack.free_port())
+    # The last of these flags counts: the second process takes the first one's address.
+    tokenizer = stack.start("tokenizer", "--port", port)
+    address = f"127.0.0.1:{port}"
+    again: list[stack.Process] = []
+    try:
+        stack.wait_serving(address, tokenizer)
+        with backend_process() as (one, first), backend_process() as (two, second):
+            settings = {"tokenizer": address, "detokenize": "tokenizer", "stall_timeout_seconds": 5.0}
+            async with running_router(backend=(first, second), **settings) as router:
+
+                async def strike(answer: Answer) -> None:
+                    if len(answer.ids()) >= BEFORE and not again:
+                        used = router.metric("backend_requests_total", backend=first)
+                        victim, other = (one, two) if used else (two, one)
+                        victim.kill()
+                        tokenizer.kill()
+                        other.send_signal(signal.SIGUSR1)
+                        await router.until("tokenizer_up", 0)
+                        again.append(stack.start("tokenizer", "--port", port))
+
+                answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), strike)
+                assert answer.ids() == IDS
+                assert answer.text() == await router.decode(IDS)
+                assert answer.finished.attempts == 2
+                assert router.metric("tokenizer_reconnects_total") >= 1
+    finally:
+        for process in (tokenizer, *again):
+            process.kill()
+
+
 def test_router_process_is_small_and_knows_neither_torch_nor_transformers() -> None:
     with backend_process() as (_, backend):
         router = stack.start("router", "--tokenizer", tokenizer_address(), "--backend", backend, forked=False)
