@@ -155,8 +155,8 @@ site: $(VENV)/.site  ## the documentation as a site, in build/site; a broken lin
 
 site-versions: $(VENV)/.site  ## the site of this version beside those of earlier ones, in a local branch SITE_BRANCH, and in build/site-versions; nothing is pushed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --branch "$(SITE_BRANCH)" --ignore-remote-status --update-aliases "$(SITE_VERSION)" latest
-	@$(BIN)/mike set-default --branch "$(SITE_BRANCH)" --ignore-remote-status latest
+	@PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --branch "$(SITE_BRANCH)" --ignore-remote-status --update-aliases "$(SITE_VERSION)" latest
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mike set-default --branch "$(SITE_BRANCH)" --ignore-remote-status latest
 	@rm -rf build/site-versions && mkdir -p build/site-versions
 	@git archive "$(SITE_BRANCH)" | tar -x -C build/site-versions
 
