@@ -216,7 +216,8 @@ $("model").addEventListener("change", (event) => {
   if (session.conversation.leaf === null) turns.show(session.conversation);
   settingsChanged();
 });
-for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => session.keepRunning());
+addEventListener("visibilitychange", () => session.keepRunning());
+addEventListener("pagehide", () => session.leave());
 $("shade").addEventListener("click", closeDrawers);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;

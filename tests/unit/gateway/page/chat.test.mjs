@@ -310,6 +310,23 @@ test("a reload while an answer streams keeps what came", async () => {
   goOn();
 });
 
+test("an answer that a leaving page ends is a stopped one, not a broken one", async () => {
+  const memory = new Memory(1e6);
+  let begun = false;
+  const session = sessionWith(async function* chat(body, signal) {
+    yield said("One");
+    begun = true;
+    await new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason)));
+  }, memory);
+  session.send("Count.");
+  while (!begun) await new Promise(setImmediate);
+  session.leave();
+  while (session.isRunning) await new Promise(setImmediate);
+  const [read] = new Store(memory, assert.fail).list();
+  const answer = read.turns[read.leaf];
+  assert.deepEqual([answer.content, answer.stopped, answer.problem], ["One", true, undefined]);
+});
+
 test("a growing answer is kept once a second, and a deleted one never again", () => {
   const { conversation } = talk();
   const saved = [];

@@ -69,6 +69,12 @@ export class Session {
     for (const conversation of this.store.conversations.values()) if (this.runs.has(conversation.id)) this.keeper.keep(conversation);
   }
 
+  /** The page goes: ends all answers as stopped ones, before the browser breaks their connections off. */
+  leave() {
+    this.keepRunning();
+    for (const abort of this.runs.values()) abort.abort();
+  }
+
   /** True where a request that was too long could leave out older turns. */
   canShorten(turn) {
     return laterStart(this.conversation, turn.parent) !== null;
