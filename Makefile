@@ -147,6 +147,7 @@ docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the d
 	@$(BIN)/python tools/option_tables.py
 	@$(BIN)/python tools/chart_values.py
 	@$(BIN)/python tools/python_reference.py
+	@$(BIN)/python tools/recipes.py
 	@$(BIN)/python -c "import sys; from penstock.gateway.app import ROUTES; from penstock.gateway.openapi import openapi_json; sys.stdout.buffer.write(openapi_json(ROUTES))" > docs/reference/openapi.json
 	@$(BIN)/python tools/llms_txt.py
 

@@ -377,3 +377,27 @@ def greedy_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[in
             generation_config=settings,
         )
     return ids[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def tiny_of(folder: Path, config: Mapping[str, Any], *, vocab_size: int, seed: int = 0) -> Path:
+    """Write a random model to `folder` with a published configuration, all of its sizes small, and return it."""
+    layers, sizes = config["num_hidden_layers"], {**_SIZES, "vocab_size": vocab_size}
+    # As published; these cost nothing.
+    kept = {"max_position_embeddings", "sliding_window", "use_sliding_window", "tie_word_embeddings"}
+    names = config.keys() - kept - {"query_pre_attn_scalar"}
+    small = {name: sizes[name] for name in names & sizes.keys() if config[name] is not None}
+    small |= {name: sizes[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if config["num_key_value_heads"] == config["num_attention_heads"]:
+        small["num_key_value_heads"] = sizes["num_attention_heads"]
+    lists = {
+        name: list(_cut(value)) for name, value in config.items() if isinstance(value, list) and len(value) == layers
+    }
+    # A field that is left out follows from the others, as in the published one.
+    values = {**config, **small, **lists}
+    kind = CONFIG_MAPPING[config["model_type"]]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        fields = {name: value for name, value in values.items() if name not in ("model_type", "torch_dtype")}
+        _factory(config["model_type"]).from_config(kind(**fields), dtype=torch.bfloat16).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
