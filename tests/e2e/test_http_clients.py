@@ -119,6 +119,31 @@ def test_a_refusal_names_its_field(seen: dict[str, Any]) -> None:
     assert "tokens" in seen["refused"]
 
 
+def test_a_client_made_from_the_openapi_document_chats(url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("made")
+    packages = ("openapi-python-client>=0.29,<0.30", "openapi-spec-validator>=0.7,<1", "ruff")
+    python = Path(_python("openapi-python-client", packages, folder / "venv"))
+    with urllib.request.urlopen(f"{url.removesuffix('/v1')}/openapi.json", timeout=60) as answer:
+        (folder / "openapi.json").write_bytes(answer.read())
+    (folder / "settings.yml").write_text("package_name_override: made\n")
+    _run([str(python.with_name("openapi-spec-validator")), "openapi.json"], cwd=folder)
+    maker = [str(python.with_name("openapi-python-client")), "generate", "--path", "openapi.json", "--meta", "none"]
+    # With warnings some routes would be missing.
+    maker += ["--output-path", "made", "--config", "settings.yml", "--fail-on-warning"]
+    # It calls ruff.
+    told = _run(maker, cwd=folder, env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"})
+    program = [str(python), str(PROGRAMS / "made_client.py"), url, QUESTION]
+    seen = json.loads(_run(program, env={**os.environ, "PYTHONPATH": str(folder)}))
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16, "temperature": 0}
+    plain = _asked(f"{url}/chat/completions", body)
+    text = plain["choices"][0]["message"]["content"]
+    assert [seen["text"], seen["message"], seen["response"]] == [text] * 3, told
+    assert seen["usage"] == [plain["usage"]["prompt_tokens"], 16]
+    assert (seen["completion"], seen["models"]) == (4, ["penstock-demo"])
+    assert seen["tokens"] == _asked(f"{url.removesuffix('/v1')}/tokenize", {"prompt": QUESTION})["tokens"]
+    assert "max_tokens" in seen["refused"]
+
+
 ITEMS = [
     {"q": "Penstock serves", "options": ["generate()", "soup", "nothing"], "right": 0},
     {"q": "A penstock carries", "options": ["letters", "water"], "right": 1},
