@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from email.message import Message
@@ -22,11 +23,15 @@ import pytest
 
 from tools.release.environments import FreshEnvironment
 
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = os.environ.get("PENSTOCK_RELEASE")
 pytestmark = [
     pytest.mark.release,
     pytest.mark.skipif(FOLDER is None, reason="no artefacts: `make release` makes them and runs this file"),
 ]
+# Descriptors of the last release, and a client that knows nothing else.
+(BASELINE,) = (ROOT / "protos" / "release").glob("*.binpb")
+CLIENT = ROOT / "tests" / "clients" / "baseline_client.py"
 # Of a service, and of no client.
 HEAVY = {"torch", "transformers", "starlette", "prometheus-client"}
 # Command line without what an extra brings -> the extra that its error names. MODEL is the embedded model's folder.
@@ -139,6 +144,39 @@ def address(everything: FreshEnvironment, tmp_path_factory: pytest.TempPathFacto
     finally:
         process.terminate()
         process.communicate()
+
+
+class Service:
+    """A service of an environment as a process, in an empty folder. It keeps its port."""
+
+    def __init__(self, environment: FreshEnvironment, folder: Path, role: str, *flags: str) -> None:
+        self._environment, self._folder, self._role, self._flags = environment, folder, role, flags
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        port = self.address.rpartition(":")[2]
+        command = [str(self._environment.program("penstock")), "serve", self._role, "--port", port]
+        log = self._folder / f"{self._role}.log"
+        with log.open("w", encoding="utf-8") as out:
+            self._process = subprocess.Popen(
+                [*command, "--metrics-port", "0", *self._flags],
+                cwd=self._folder,
+                env=self._environment.variables,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        ready = re.compile(rf"READY {self._role} · gRPC ([\d.:]+)")
+        while (found := ready.search(log.read_text(encoding="utf-8"))) is None:
+            assert self._process.poll() is None, log.read_text(encoding="utf-8")
+            time.sleep(0.05)
+        self.address = found[1]
+
+    def stop(self) -> int:
+        """End it as an operator does, and return its exit code."""
+        self._process.terminate()
+        return self._process.wait()
 
 
 def contents(wheel: Path) -> dict[str, int]:
@@ -267,3 +305,40 @@ def test_the_client_works_beside_each_protobuf(
     done = place.run("python", "-I", "-W", "error", "-c", code, address)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"5 prompt tokens, \d+ completion tokens\n", done.stdout)
+
+
+def test_a_client_of_the_last_release_streams_while_all_behind_the_router_is_restarted(
+    everything: FreshEnvironment, fresh: Callable[..., FreshEnvironment], tmp_path: Path
+) -> None:
+    """An upgrade goes service by service, and callers are older. The client has the descriptors of the last release."""
+    # Shorter than an answer takes: what runs is moved to the other backend.
+    hurried = ("--drain-grace-seconds", "0")
+    services: list[Service] = []
+
+    def started(role: str, *flags: str) -> Service:
+        (folder := tmp_path / f"{len(services)}").mkdir()
+        services.append(Service(everything, folder, role, *flags))
+        return services[-1]
+
+    try:
+        rolled = [started("tokenizer"), started("generation", *hurried), started("generation", *hurried)]
+        backends = [flag for one in rolled[1:] for flag in ("--backend", one.address)]
+        router = started("router", "--tokenizer", rolled[0].address, *backends)
+        python = str(fresh("grpcio", "protobuf").python)
+        program = [python, "-I", str(CLIENT), str(BASELINE), router.address, str(tmp_path / "end")]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            for service in [*rolled, *rolled]:
+                # Streams run when it is stopped, and others end behind its start.
+                line = client.stdout.readline()
+                assert line, client.communicate()[1]
+                assert service.stop() == 0
+                service.start()
+            (tmp_path / "end").touch()
+            told, errors = client.communicate()
+        assert client.returncode == 0, errors
+        seen = json.loads(told.splitlines()[-1])
+        assert (seen["tokens"], seen["streams"] > 0, seen["moved"] > 0) == (400, True, True), seen
+    finally:
+        for service in services:
+            service.stop()
