@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.model_engine import model_engine
 from factories.models.model_types import FURTHER, OLD, SEEING, USUAL, check_ids, tiny_model_type
-from factories.models.run_kernels import cpu_device
+from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.models import transformers_loading
 from penstock.generation.models.registry import load_model
+from penstock.generation.models.transformers_fallback import TransformersModel
 
 FALLBACK = ModelRoute("fallback")
 
@@ -46,6 +49,33 @@ def test_a_native_type_with_a_foreign_field_gives_the_ids_of_generate(
     assert model.config.route == "fallback"
     assert reason in model.config.route_reason
     check_ids(tmp_path, model, new_tokens=24)
+
+
+@pytest.mark.skipif(KERNELS != "native", reason="torch's general operators read a step's lengths on the host")
+@pytest.mark.parametrize("model_type", ["stablelm", "granitemoe", "gpt2"])
+def test_later_steps_of_few_rows_run_without_the_modules(tmp_path: Path, model_type: str) -> None:
+    torch.set_num_threads(1)
+    model = load_model(tiny_model_type(tmp_path, model_type), dtype="float32", device=cpu_device(), route=FALLBACK)
+    assert isinstance(model, TransformersModel)
+    passes: list[int] = []
+    model.causal.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    # In turns: the passes go through the modules before there is a graph.
+    engine = model_engine(model, engine_config(num_blocks=40, block_size=4))
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16, 17]]
+    first = [
+        run(engine, request(prompt, request_id="0", max_new_tokens=16, eos_token_ids=()))["0"].ids for prompt in prompts
+    ]
+    before = len(passes)
+    again = run(
+        engine,
+        *(
+            request(prompt, request_id=str(number), max_new_tokens=16, eos_token_ids=())
+            for number, prompt in enumerate(prompts)
+        ),
+    )
+    assert [again[str(number)].ids for number in range(len(prompts))] == first
+    # New numbers of rows are compared once.
+    assert len(passes) - before <= 4
 
 
 @pytest.mark.slow

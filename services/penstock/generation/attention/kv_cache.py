@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -167,6 +167,28 @@ class KVCachePool:
     def parts(self) -> list[Tensor]:
         """All memory of the blocks: tensors (layers, parts, blocks, ...)."""
         return [part for part in (self._data, self._scales, self._index) if part is not None]
+
+    @property
+    def is_plain(self) -> bool:
+        """True when a token keeps numbers of the model's dtype, without scales and index keys."""
+        return self._scales is None and self._index is None
+
+    @property
+    def geometry(self) -> Hashable:
+        """What operators over `layer_tensors` depend on, beside the number of blocks."""
+        return self.block_size, self.num_kv_heads, self.head_dim, self.dtype, self.has_values, self.layout
+
+    @property
+    def layer_tensors(self) -> tuple[Tensor, ...]:
+        """Keys of all layers, then their values, where a token has some."""
+        return (*self._keys, *self._values) if self.has_values else tuple(self._keys)
+
+    def over(self, tensors: Sequence[Tensor]) -> KVCachePool:
+        """Return this pool with others for its `layer_tensors`; nothing else of it may be read. It is plain."""
+        twin, layers = copy.copy(self), len(self._keys)
+        twin._keys = list(tensors[:layers])
+        twin._values = list(tensors[layers:]) or twin._keys
+        return twin
 
     @property
     def by_slot(self) -> KVCachePool:

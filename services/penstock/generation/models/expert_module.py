@@ -51,6 +51,8 @@ class ExpertModule(nn.Module):
         # The gate may be a method of the module.
         theirs._parameters.clear()
         self._multiply = expert_products(experts)
+        # Object of the kernels that has the weights; None: there is none.
+        self.handle: torch.ScriptObject | None = getattr(self._multiply, "owner", None)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return (T, hidden): the weighted sum of each row's experts (T, experts of a row)."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.cache_layout import LayerSight
 from penstock.generation.attention.transformers_interface import (
     NAME,
@@ -21,11 +23,13 @@ from penstock.generation.attention.transformers_interface import (
     paged,
     register,
 )
+from penstock.generation.models.expert_module import ExpertModule
 from penstock.generation.models.own_attention import reference_attention
+from penstock.generation.models.pass_graph import PassGraph, Unreadable
 from penstock.generation.models.row_positions import give_positions
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.base import Attention
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
@@ -75,7 +79,9 @@ class TransformersModel:
         self._decoder = decoder
         self._embedding: Any = self.causal.get_input_embeddings()
         self._head = Head(causal, decoder)
+        self._pass_graph, self._head_graph = self._new_graph(), PassGraph()
         give_positions(causal)
+        _warn_of_no_padding(causal)
 
     @property
     def can_draw(self) -> bool:
@@ -125,7 +131,12 @@ class TransformersModel:
         """Return a model on the same weights with another attention."""
         twin = copy.copy(self)
         twin.calls, twin._layers = tuple(calls), BoundLayers()
+        twin._pass_graph = self._new_graph()
         return twin
+
+    def _new_graph(self) -> PassGraph:
+        handles = [module.handle for module in self.causal.modules() if isinstance(module, ExpertModule)]
+        return PassGraph([handle for handle in handles if handle is not None])
 
     def shallow(self, num_layers: int) -> TransformersModel:
         """Return the model itself: it cannot be cut."""
@@ -155,6 +166,70 @@ class TransformersModel:
         """See CausalLM."""
         if adapters is not None:
             _refuse("adapters")
+        if embeds_TI is None and keeper is None and attention is None and self._is_fixed and kv.is_plain:
+            hidden = self._by_graph(input_ids_T, positions_T, metadata, kv)
+        else:
+            hidden = self._by_modules(input_ids_T, positions_T, metadata, kv, embeds_TI, keeper, attention)
+        return hidden if rows_R is None else hidden[rows_R]
+
+    @cached_property
+    def _is_fixed(self) -> bool:
+        """True when passes may differ in the numbers of their tensors alone."""
+        return self.device.type == "cpu" and all(call.is_plain(self.num_kv_heads) for call in self.calls)
+
+    def _by_graph(
+        self, input_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
+    ) -> Tensor:
+        """Return hidden states (T, hidden) by the graph of a pass, where there is one."""
+        tables = (metadata.block_tables, metadata.slot_mapping)
+        if metadata.view_tables is not None and metadata.view_slots is not None:
+            tables = (metadata.view_tables, metadata.view_slots)
+        memory = kv.layer_tensors
+        inputs = (input_ids_T, positions_T, metadata.query_start, metadata.context_lens, *tables, *memory)
+        return self._pass_graph(
+            (kv.geometry, metadata.view_tables is None),
+            inputs,
+            lambda: self._by_modules(input_ids_T, positions_T, metadata, kv),
+            lambda *tensors: self._pass_over(kv, *tensors),
+        )
+
+    def _pass_over(
+        self,
+        kv: KVCachePool,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        tables: Tensor,
+        slots: Tensor,
+        *memory: Tensor,
+    ) -> Tensor:
+        """Return hidden states (T, hidden) of a pass that is to be recorded; nothing on the host tells of its rows."""
+        has_views = slots.dim() > 1
+        metadata = AttentionMetadata(
+            query_start,
+            context_lens,
+            tables[0] if has_views else tables,
+            slots[0] if has_views else slots,
+            cast("list[int]", Unreadable()),
+            cast("list[int]", Unreadable()),
+            0,
+            view_tables=tables if has_views else None,
+            view_slots=slots if has_views else None,
+        )
+        return self._by_modules(input_ids_T, positions_T, metadata, kv.over(memory))
+
+    def _by_modules(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        embeds_TI: Tensor | None = None,
+        keeper: StateKeeper | None = None,
+        attention: Attention | None = None,
+    ) -> Tensor:
+        """Return hidden states (T, hidden) by one call of the decoder."""
         inputs: dict[str, Any] = {"position_ids": positions_T.unsqueeze(0), "use_cache": False, "return_dict": True}
         if embeds_TI is None:
             inputs["input_ids"] = input_ids_T.unsqueeze(0)
@@ -174,7 +249,7 @@ class TransformersModel:
             for number, state in enumerate(output.hidden_states):
                 keeper.take(number, state[0])
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden if rows_R is None else hidden[rows_R]
+        return hidden
 
     def forward_and_draw(
         self,
@@ -206,7 +281,9 @@ class TransformersModel:
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """See CausalLM. The model's own head computes them, with its soft cap, scale and multipliers."""
-        return self._head(hidden_NI)
+        if self.device.type != "cpu":
+            return self._head(hidden_NI)
+        return self._head_graph(None, (hidden_NI,), lambda: self._head(hidden_NI), self._head)
 
     @torch.inference_mode()
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
@@ -217,6 +294,17 @@ class TransformersModel:
     def given_embeds(self, embeds_PI: Tensor) -> Tensor:
         """See CausalLM. A decoder that multiplies embeddings does so itself."""
         return embeds_PI
+
+
+def _warn_of_no_padding(causal: nn.Module) -> None:
+    """Leave out a warning that some modules read each step's ids for: there is no padding."""
+    for module in causal.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            object.__setattr__(module, "warn_if_padding_and_no_attention_mask", _nothing)
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 class Head:
