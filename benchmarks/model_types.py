@@ -9,7 +9,8 @@ chunked prompts, preemption and cached prefixes. Then a wider one continues `--b
 processor time of one thread each, the best of `--rounds`, since the machine may be shared. In so small a model much of
 the time is Python's on both sides. A type that is refused has the reason of its start in the table. With `--update` the
 page's rows of other types stay; those of an earlier transformers are marked. `--untimed` leaves the second part
-out, and keeps the speed that the page has.
+out, and keeps the speed that the page has; `--unchecked` the first part, and keeps what the page says of ids and
+starts. Ids of the timed answers must be equal, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 import transformers
-from factories.engine.fake_engine import engine_config, request
+from factories.engine.fake_engine import Answer, collect, engine_config, request
 from factories.engine.pools import add_states
 from factories.models.model_types import VOCAB_SIZE, check_ids, model_types, reference_of, tiny_model_type
 from penstock.common.errors import StartupError
@@ -64,6 +65,8 @@ class Row(NamedTuple):
 def measure(model_type: str, device: CPUDevice, options: argparse.Namespace, old: Row) -> Row:
     """Make, load, compare and time a type. `old` is its row by an earlier run."""
     with tempfile.TemporaryDirectory() as place:
+        if options.unchecked:
+            return timed(Path(place), old, device, options) if old.ids == "equal" else old
         try:
             folder = tiny_model_type(Path(place) / "small", model_type)
         except Exception as error:  # whatever a configuration class raises
@@ -79,13 +82,18 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace, old
             return Row(model_type, model.config.route, "differ", remark=said(error))
         if options.untimed:
             return Row(model_type, model.config.route, "equal", old.speed, old.remark if old.speed else "not timed")
-        try:
-            sizes = {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden}
-            wide = tiny_model_type(Path(place) / "wide", model_type, **sizes)
-            speed = relative_speed(wide, load_model(wide, dtype="float32", device=device), device, options)
-        except Exception as error:  # the sizes do not fit every type
-            return Row(model_type, model.config.route, "equal", remark=f"not timed ({said(error)})")
-        return Row(model_type, model.config.route, "equal", speed, _REASONS.get(model_type, "") if speed < 1 else "")
+        return timed(Path(place), Row(model_type, model.config.route, "equal"), device, options)
+
+
+def timed(place: Path, row: Row, device: CPUDevice, options: argparse.Namespace) -> Row:
+    """Return the row of a type with equal ids with its speed, or why it has none."""
+    try:
+        sizes = {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden}
+        wide = tiny_model_type(place / "wide", row.model_type, **sizes)
+        speed = relative_speed(wide, load_model(wide, dtype="float32", device=device), device, options)
+    except Exception as error:  # the sizes do not fit every type
+        return row._replace(speed=0.0, remark=f"not timed ({said(error)})")
+    return row._replace(speed=speed, remark=_REASONS.get(row.model_type, "") if speed < 1 else "")
 
 
 def said(error: Exception) -> str:
@@ -104,15 +112,17 @@ def relative_speed(folder: Path, model: LanguageModel, device: CPUDevice, option
     for _ in range(options.rounds):
         began = time.thread_time()
         with torch.inference_mode():
-            reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            found = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         theirs.append(time.thread_time() - began)
-        engine = new_engine(model, device, options)
-        for row in ids.tolist():
-            engine.add(request(row, max_new_tokens=options.tokens))
+        engine, answers = new_engine(model, device, options), dict[str, Answer]()
+        for number, row in enumerate(ids.tolist()):
+            engine.add(request(row, request_id=str(number), max_new_tokens=options.tokens))
         began = time.thread_time()
         while engine.has_work:
-            engine.step()
+            collect(answers, engine.step())
         ours.append(time.thread_time() - began)
+        if [answers[str(number)].ids[0] for number in range(len(ids))] != found[:, PROMPT:].tolist():
+            raise ValueError("other ids than generate()'s")
     return min(theirs) / min(ours)
 
 
@@ -193,6 +203,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=at_least(64), default=512, help="hidden size of the models that are timed")
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--untimed", action="store_true", help="compare ids alone")
+    parser.add_argument("--unchecked", action="store_true", help="time alone; --update's page has the ids")
     parser.add_argument("--page", type=Path, default=None, help="the page; standard output by default")
     parser.add_argument("--update", action="store_true", help="keep the rows of --page for types that are not measured")
 
@@ -201,6 +212,8 @@ def main(options: argparse.Namespace, _report: Report) -> None:
     """Measure, and write the page."""
     if options.update and (options.page is None or not options.page.exists()):
         refuse("--update: --page names no page")
+    if options.unchecked and (options.untimed or not options.update):
+        refuse("--unchecked: it times the types of a page, with --update and without --untimed")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
