@@ -24,23 +24,22 @@ from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder
 from penstock.engines import vllm_engine_pb2, vllm_engine_pb2_grpc
 from penstock_client import Client, Completion, DeadlineExceeded, InvalidArgument
 
-pytestmark = pytest.mark.clients
 TEXT = "The capital of France is"
 STREAMS, TOKENS = 16, 400
 # It imports torch three times, and compiles nothing with --enforce-eager.
-START_SECONDS = 900.0
+START_SECONDS = 1800.0
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(2 * START_SECONDS)]
 PROGRAM = os.environ.get("PENSTOCK_VLLM", "")
 if not PROGRAM:
     pytest.skip("PENSTOCK_VLLM names no vLLM; last run recorded in dev/log/other-engines.md", allow_module_level=True)
 
 
 class Vllm:
-    """A vLLM that serves the embedded model, and can be killed and started again."""
+    """A vLLM that serves the embedded model once it is started, and can be killed and started again."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        self._port = free_port()
-        self.start()
+        self._port, self._events_port = free_port(), free_port()
 
     @property
     def backend(self) -> str:
@@ -51,6 +50,8 @@ class Vllm:
         """Start it and wait until it is healthy."""
         command = [PROGRAM, "serve", str(demo_folder()), "--grpc", "--host", "127.0.0.1", "--port", str(self._port)]
         command += ["--served-model-name", DEMO_MODEL_NAME, "--enforce-eager", "--max-num-seqs", str(STREAMS)]
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{self._events_port}"}
+        command += ["--enable-prefix-caching", "--kv-events-config", json.dumps(events)]
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(
                 command,
@@ -76,7 +77,7 @@ class Vllm:
         """Wait until it runs something."""
         self._wait("a request", lambda: bool(self._num_requests()))
 
-    def _wait(self, what: str, condition: Any, seconds: float = 120.0) -> None:
+    def _wait(self, what: str, condition: Any, seconds: float = 300.0) -> None:
         until = time.monotonic() + seconds
         while not condition():
             assert self._process.poll() is None, self._log.read_text(errors="replace")[-3000:]
@@ -104,8 +105,11 @@ class Vllm:
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     engine = Vllm(tmp_path_factory.mktemp("vllm") / "log")
-    yield engine
-    engine.kill()
+    try:
+        engine.start()
+        yield engine
+    finally:
+        engine.kill()
 
 
 def _started(role: str, *flags: str) -> Process:
@@ -147,7 +151,7 @@ def both(vllm: Vllm, own: Process, tokenizer: Process) -> Iterator[Process]:
 
 def _wait_backends(router: Process, number: int) -> None:
     """Wait until that number of backends is up, by the router's metrics."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while True:
         with urllib.request.urlopen(f"http://{router.metrics_address}/metrics", timeout=20) as answer:
             lines = answer.read().decode().splitlines()
@@ -226,6 +230,33 @@ def test_max_time_a_deadline_and_a_caller_who_leaves_end_it_there(alone: Client,
         next(iter(stream))
         vllm.wait_busy()
     vllm.wait_idle()
+
+
+def test_a_router_knows_by_its_cache_events_what_another_one_left_there(
+    alone: Client, both: Process, vllm: Vllm, own: Process, tokenizer: Process
+) -> None:
+    """One that hears of no blocks sends some of the prompts to our own backend, which does not have them."""
+    deaf = _started(
+        "router", "--tokenizer", tokenizer.address, "--backend", f"{vllm.backend},{own.address}", "--no-prefix-reports"
+    )
+    numbers, most = iter(range(10_000)), 12
+
+    def hits(router: Process) -> int:
+        """Count prompts that the first router left at vLLM and that this one finds there."""
+        prompts = [f"{next(numbers)} cities. " + "The capital of France is Paris. " * 40 for _ in range(most)]
+        for prompt in prompts:
+            alone.generate(prompt, max_new_tokens=2)
+        with Client(router.address) as client:
+            usages = [client.generate(prompt, max_new_tokens=2).finished.usage for prompt in prompts]
+        # A block of vLLM has up to 128 tokens.
+        return sum(usage.cached_tokens >= 128 for usage in usages)
+
+    try:
+        # The stream of events may begin after the first prompts.
+        assert any(hits(both) == most for _ in range(4))
+        assert hits(deaf) < most
+    finally:
+        deaf.kill()
 
 
 def test_what_it_lacks_goes_to_our_own(both: Process) -> None:
