@@ -72,6 +72,24 @@ def test_a_tool_call_arrives_parsed(stack: Stack) -> None:
     assert isinstance(json.loads(choice.tool_calls[0].arguments), dict)
 
 
+def test_an_agent_calls_its_tool_and_then_answers_by_a_schema(stack: Stack) -> None:
+    """It sends tools and schema with every turn: the schema was about every answer, and no call came."""
+    [prompt] = [p for p in held_out_prompts() if p.tools and p.messages[-1]["role"] == "user"][:1]
+    schema = {"type": "object", "properties": {"done": {"type": "boolean"}}, "required": ["done"]}
+    options: dict[str, Any] = {"tools": prompt.tools or (), "json_schema": schema, "max_new_tokens": 100}
+    with Client(stack.address) as client:
+        [choice] = client.generate(prompt.messages, **options).choices
+        assert choice.finish_reason == "TOOL_CALLS"
+        calls = [{"id": one.id, "name": one.name, "arguments": one.arguments} for one in choice.tool_calls]
+        turn = [*prompt.messages, {"role": "assistant", "content": "", "tool_calls": calls}]
+        turn += [{"role": "tool", "tool_call_id": one["id"], "content": "Done."} for one in calls]
+        [last] = client.generate(turn, tool_choice="none", **options).choices
+        assert set(json.loads(last.text)) == {"done"}
+        # Chosen or not, it is one of the two.
+        [free] = client.generate(turn, **options).choices
+    assert free.tool_calls or set(json.loads(free.text)) == {"done"}
+
+
 def test_text_of_many_bytes_streams_in_whole_characters(stack: Stack) -> None:
     """Every delta is valid text, and together they are the decoded ids."""
     with Client(stack.address) as client:
