@@ -19,6 +19,8 @@ from playwright.sync_api import Browser, FloatRect, Locator, expect  # noqa: E40
 
 pytestmark = pytest.mark.clients
 QUESTION = "What is Penstock?"
+# Text of an answer without the thought before it, which a constraint leaves to the model.
+SAID = ".markdown:not(.reasoning .markdown)"
 WEATHER = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Paris"\}\}\n</tool_call>'
 
 
@@ -189,7 +191,7 @@ def test_a_character_of_several_tokens_is_whole(reader: Reader) -> None:
 
 def test_structured_output_is_sent_and_obeyed(reader: Reader) -> None:
     reader.structure("regex", "(yes|no), because [a-z]{3,9}\\.")
-    expect(reader.ask("Is it?").locator(".markdown")).to_have_text(re.compile(r"^(yes|no), because [a-z]{3,9}\.$"))
+    expect(reader.ask("Is it?").locator(SAID)).to_have_text(re.compile(r"^(yes|no), because [a-z]{3,9}\.$"))
     # Without other properties, which a small model would not end.
     schema = {"type": "object", "properties": {"gpu": {"type": "boolean"}}, "required": ["gpu"]}
     reader.structure("json_schema", json.dumps({**schema, "additionalProperties": False}))
@@ -230,7 +232,7 @@ def test_html_of_the_model_stays_text(reader: Reader) -> None:
     """The model is forced to say it."""
     said = "**bold** <img src=x onerror=document.title=1> <script>document.title=2</script> [a](javascript:alert(1))"
     reader.structure("choice", said)
-    answer = reader.ask("Say it").locator(".markdown")
+    answer = reader.ask("Say it").locator(SAID)
     expect(answer.locator("strong")).to_have_text("bold")
     expect(answer).to_contain_text("<img src=x onerror=document.title=1> <script>document.title=2</script>")
     assert answer.locator("img, script, a[href^=javascript]").count() == 0
