@@ -79,9 +79,9 @@ def finish_reason(choice: Choice) -> str:
 
 
 def stop_reason(choice: Choice) -> str | int | None:
-    """The stop string or id that ended it, as in vLLM: None for an end-of-sequence token."""
-    if choice.finish_reason == "STOP_EOS":
-        return None
+    """The stop string or id that ended it, as in vLLM: None for an end-of-sequence token, also behind tool calls."""
+    if choice.finish_reason in ("STOP_EOS", "TOOL_CALLS"):
+        return choice.stop_string
     return choice.stop_string if choice.stop_string is not None else choice.stop_token_id
 
 

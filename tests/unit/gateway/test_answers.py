@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from penstock.gateway.answers import TextLogprobs, dumps, merged, quoted
-from penstock_client import Delta, LogprobEntry
+from penstock.gateway.answers import TextLogprobs, dumps, merged, quoted, stop_reason
+from penstock_client import Choice, Delta, LogprobEntry
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,11 @@ def test_tokens_that_read_alike_keep_their_names_apart() -> None:
     assert lists["tokens"] == ["token_id:2", "B"]
     assert lists["top_logprobs"] == [{r"bytes:\xe4": -2.0, "token_id:2": -1.0, "A": -0.1}] * 2
     assert lists["text_offset"] == [0, 1]
+
+
+def test_the_end_of_sequence_behind_a_tool_call_is_no_stop_reason() -> None:
+    """Its id was told, as if the caller had asked to stop there."""
+    assert stop_reason(Choice(index=0, finish_reason="TOOL_CALLS", stop_token_id=2)) is None
+    assert stop_reason(Choice(index=0, finish_reason="TOOL_CALLS", stop_string="END")) == "END"
+    assert stop_reason(Choice(index=0, finish_reason="STOP_EOS", stop_token_id=2)) is None
+    assert stop_reason(Choice(index=0, finish_reason="STOP_TOKEN", stop_token_id=7)) == 7
