@@ -13,7 +13,7 @@ from factories.servers.only_route import only_route
 from factories.servers.router import PATIENCE_SECONDS, Router, backend, chat, collect, generate, running_router, until
 from google.protobuf import struct_pb2
 from penstock.common.config import ServerConfig
-from penstock.common.errors import InvalidArgument, from_rpc_error
+from penstock.common.errors import InvalidArgument, ResourceExhausted, from_rpc_error
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, text_pb2, text_pb2_grpc
 
 CONFIG, OUTPUT = config_pb2.GenerationConfig, config_pb2.OutputConfig
@@ -355,9 +355,8 @@ async def test_clients_messages_have_a_bound_of_their_own(
             assert "larger than max" in error.message
 
 
-async def test_what_would_come_too_late_is_refused_before_any_work_with_a_pushback() -> None:
-    """Ten seconds of work wait at the only backend: a deadline of five cannot be met, and one of sixty can."""
-    pace = admin_pb2.Pace(
+def _ten_busy_seconds() -> admin_pb2.Pace:
+    return admin_pb2.Pace(
         tokens_per_second=100.0,
         step_seconds=0.001,
         full_step_seconds=0.001,
@@ -368,7 +367,11 @@ async def test_what_would_come_too_late_is_refused_before_any_work_with_a_pushba
         is_busy=True,
         waiting=[admin_pb2.TenantWaiting(fair_share_key="", tokens=1000.0)],
     )
-    async with backend(pace=pace) as one, running_router(one) as router:
+
+
+async def test_what_would_come_too_late_is_refused_before_any_work_with_a_pushback() -> None:
+    """Ten seconds of work wait at the only backend: a deadline of five cannot be met, and one of sixty can."""
+    async with backend(pace=_ten_busy_seconds()) as one, running_router(one) as router:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(router.stub.Generate(generate(), timeout=5.0))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -382,3 +385,19 @@ async def test_what_would_come_too_late_is_refused_before_any_work_with_a_pushba
         await collect(router.stub.Generate(generate(), timeout=60.0))
         await collect(router.stub.Generate(generate()))
         assert len(one.submitted) == 2
+
+
+async def test_what_an_engine_refuses_as_too_late_makes_the_router_stricter() -> None:
+    """The engine's next figures may be worse than those that it told. A tokenizer's work for such a request is lost."""
+    late = ResourceExhausted("too late", reason="OVERLOADED", retry_after_seconds=1.0)
+    async with backend(pace=_ten_busy_seconds(), refuse=late) as one, running_router(one) as router:
+        seen = -1
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(one.submitted) > seen:
+                seen = len(one.submitted)
+                code, error = await failure(router.stub.Generate(generate(), timeout=12.0))
+                assert (code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        # The first ones came there, and the last one did not.
+        assert seen
+        await failure(router.stub.Generate(generate(), timeout=60.0))
+        assert len(one.submitted) == seen + 1

@@ -25,6 +25,7 @@ from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id, new_request_id
 from penstock.common.tracing import SpanKind, stage
 from penstock.http2.metadata import Metadata
+from penstock.router.backends.forecast import OVERLOADED
 from penstock.router.chat.chat_output import ChatParser, make_parser
 from penstock.router.frontend import convert
 from penstock.router.frontend.admission import fair_share_key, serving_tenant, tenant_of
@@ -277,6 +278,10 @@ class _StreamedCall:
             parts.attempts.place(state)
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
+        except ResourceExhausted as error:
+            if error.reason == OVERLOADED:
+                parts.forecast.note_refused()
+            raise
         except InvalidArgument as error:
             # Neither raised from that error, which it may be, nor through a variable: both make reference cycles that
             # hold the request until a garbage collection.

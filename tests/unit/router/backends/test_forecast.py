@@ -24,11 +24,19 @@ def _backend(pace: Pace, sent: dict[str, float]) -> SimpleNamespace:
     return SimpleNamespace(load=SimpleNamespace(pace=pace, sent_tokens=sent))
 
 
-def forecast(*paces: Pace, sent: dict[str, float] | None = None) -> Forecast:
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def forecast(*paces: Pace, sent: dict[str, float] | None = None, clock: Clock | None = None) -> Forecast:
     backends = [_backend(pace, sent or {}) for pace in paces]
     ejected = [_backend(IDLE, {})]
     pool: Any = SimpleNamespace(ready=lambda _: [*backends, *ejected], usable=lambda _: backends)
-    return Forecast(pool, RouterConfig())
+    return Forecast(pool, RouterConfig(), clock or Clock())
 
 
 def test_a_request_is_refused_when_every_backend_would_be_late() -> None:
@@ -80,6 +88,44 @@ def test_an_impossible_width_does_not_count_against_others() -> None:
 def test_what_was_sent_since_the_report_counts() -> None:
     with pytest.raises(ResourceExhausted):
         forecast(BUSY, sent={"a": 200.0}).expect("m", SMALL, 4.5)
+
+
+def passes(gate: Forecast, left: float) -> bool:
+    try:
+        gate.expect("m", SMALL, left)()
+    except ResourceExhausted:
+        return False
+    return True
+
+
+def test_while_engines_refuse_what_passed_the_router_is_stricter() -> None:
+    # 3.31 s are forecast.
+    clock = Clock()
+    gate = forecast(BUSY, clock=clock)
+    assert passes(gate, 3.5)
+    gate.note_refused()
+    assert not passes(gate, 3.5)
+    assert passes(gate, 3.6)
+    # The engine's refusals at one moment have one cause.
+    gate.note_refused()
+    assert passes(gate, 3.6)
+    for _ in range(100):
+        clock.now += 0.2
+        gate.note_refused()
+    assert not passes(gate, 5.3)
+    assert passes(gate, 5.6)
+
+
+def test_once_engines_refuse_no_more_the_router_is_as_before() -> None:
+    clock = Clock()
+    gate = forecast(BUSY, clock=clock)
+    for _ in range(5):
+        clock.now += 0.2
+        gate.note_refused()
+    clock.now += 4.0
+    assert not passes(gate, 3.5)
+    clock.now += 7.0
+    assert passes(gate, 3.5)
 
 
 def test_a_backend_that_reports_no_pace_refuses_nothing() -> None:
