@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class PassGraph:
         self._graphs_left -= 1
         self._passes_left, self._key, self._checked = _AFTER, key, set()
         try:
-            with _NoReads(), _FixedSizes():
+            with _NoReads(), _FixedSizes():  # type: ignore[no-untyped-call]  # torch types neither
                 compute(*inputs)
             self._graph = _traced(compute, inputs, self._objects)
         except Exception as error:  # whatever modules raise where they find another kind of tensor
@@ -120,9 +120,9 @@ def _traced(
 ) -> Callable[..., Tensor]:
     """Return a function of the operators of `compute(*inputs)`. Weights are freed with it: `torch.jit.trace` keeps
     every function for good."""
-    unit = torch._C.CompilationUnit()
-    # The tracer knows objects as attributes of a module.
-    module = torch._C.ScriptModule("Pass", unit, True)
+    unit: Any = torch._C.CompilationUnit()
+    # The tracer knows objects as attributes of a module. The stub of its class is of another one.
+    module = cast("Any", torch._C.ScriptModule)("Pass", unit, True)
     for number, one in enumerate(objects):
         module._register_attribute(f"object_{number}", one._type(), one)
     names = [f"input_{number}" for number in range(len(inputs))]
@@ -135,7 +135,7 @@ def _traced(
 
 def _run(graph: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
     # The optimiser would make a graph for each shape, and might take equal constants for one.
-    with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         return graph(*inputs)
 
 
@@ -155,7 +155,7 @@ class _NoReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _FixedSizes(TorchDispatchMode):
+class _FixedSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Raise _NotFixed at operators that give Python a number, or a result with a size that numbers decide."""
 
     @classmethod
