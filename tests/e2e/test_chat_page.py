@@ -19,8 +19,8 @@ from playwright.sync_api import Browser, FloatRect, Locator, expect  # noqa: E40
 
 pytestmark = pytest.mark.clients
 QUESTION = "What is Penstock?"
-# Text of an answer without the thought before it, which a constraint leaves to the model.
-SAID = ".markdown:not(.reasoning .markdown)"
+# Text of an answer, without the thought that the demo model may have before it.
+SAID = ":not(.reasoning) > .markdown"
 WEATHER = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Paris"\}\}\n</tool_call>'
 
 
@@ -84,7 +84,7 @@ def test_a_chat_shows_the_apis_answer_and_its_figures(reader: Reader, url: str) 
     reader.set("temperature", "0")
     answer = reader.ask(QUESTION)
     expected = post(url, {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
-    expect(answer.locator(".markdown")).to_have_text(expected["choices"][0]["message"]["content"])
+    expect(answer.locator(SAID)).to_have_text(expected["choices"][0]["message"]["content"])
     expect(answer.locator(".figures")).to_contain_text(
         re.compile(rf"first token.*tok/s.*{expected['usage']['completion_tokens']} tokens.*total")
     )
@@ -100,11 +100,11 @@ def test_stop_keeps_what_came_and_frees_the_request(reader: Reader, url: str) ->
     reader.set("max_new_tokens", "3500")
     reader.set("ignore_eos", "true")
     reader.send("Count from 1 to 20.")
-    expect(reader.answers.last.locator(".markdown")).to_contain_text("1, 2, 3")
+    expect(reader.answers.last.locator(SAID)).to_contain_text("1, 2, 3")
     reader.page.get_by_role("button", name="Stop").click()
     reader.await_end()
     expect(reader.answers.last.locator(".note")).to_have_text("Stopped.")
-    expect(reader.answers.last.locator(".markdown")).to_contain_text("1, 2, 3")
+    expect(reader.answers.last.locator(SAID)).to_contain_text("1, 2, 3")
     expect(reader.page.locator("#ask")).to_be_focused()
     deadline = time.monotonic() + 60
     while not re.search(r"^penstock_gateway_http_requests_in_flight 0", metrics(url), re.MULTILINE):
@@ -116,7 +116,7 @@ def test_escape_stops_too(reader: Reader) -> None:
     reader.set("max_new_tokens", "3500")
     reader.set("ignore_eos", "true")
     reader.send("Count from 1 to 20.")
-    expect(reader.answers.last.locator(".markdown")).to_contain_text("1")
+    expect(reader.answers.last.locator(SAID)).to_contain_text("1")
     reader.page.keyboard.press("Escape")
     reader.await_end()
     expect(reader.answers.last.locator(".note")).to_have_text("Stopped.")
@@ -142,10 +142,10 @@ def test_an_edited_question_is_asked_anew_and_the_first_stays(reader: Reader) ->
     box.press("Enter")
     expect(reader.page.locator(".asked")).to_have_text("Count from 1 to 20.")
     reader.await_end()
-    expect(reader.answers.locator(".markdown")).to_contain_text("1, 2, 3")
+    expect(reader.answers.locator(SAID)).to_contain_text("1, 2, 3")
     reader.page.locator(".turn.user").get_by_role("button", name="Earlier version").click()
     expect(reader.page.locator(".asked")).to_have_text(QUESTION)
-    expect(reader.answers.locator(".markdown")).to_contain_text("Penstock")
+    expect(reader.answers.locator(SAID)).to_contain_text("Penstock")
 
 
 def test_two_sets_of_options_answer_side_by_side_and_one_is_kept(reader: Reader) -> None:
@@ -163,7 +163,7 @@ def test_two_sets_of_options_answer_side_by_side_and_one_is_kept(reader: Reader)
     assert first["x"] + first["width"] <= second["x"]
     right.get_by_role("button", name="Go on with this").click()
     expect(reader.page.locator(".pair")).to_have_count(0)
-    kept = reader.answers.locator(".markdown").inner_text()
+    kept = reader.answers.locator(SAID).inner_text()
     reader.switch("Compare A and B")
     reader.ask("Why?")
     assert bodies[-1]["messages"][1] == {"role": "assistant", "content": kept}
@@ -276,12 +276,12 @@ def test_every_option_of_sampling_and_decoding_has_a_field(reader: Reader, url: 
 def test_a_seed_with_all_digits_gives_the_same_answer_again(reader: Reader) -> None:
     reader.set("temperature", "1.5")
     reader.set("seed", "9223372036854775807")
-    first = reader.ask("Tell me something.").locator(".markdown").inner_text()
+    first = reader.ask("Tell me something.").locator(SAID).inner_text()
     answer = reader.answers.last
     answer.get_by_role("button", name="Retry").click()
     expect(answer.locator(".branches")).to_contain_text("2/2")
     reader.await_end()
-    expect(answer.locator(".markdown")).to_have_text(first, use_inner_text=True)
+    expect(answer.locator(SAID)).to_have_text(first, use_inner_text=True)
     answer.locator(".timings summary").click()
     expect(answer.locator(".timings")).to_contain_text("seed 9223372036854775807")
 
@@ -301,14 +301,75 @@ def test_the_system_prompt_and_a_line_by_shift_are_sent(reader: Reader) -> None:
 
 
 def test_conversations_outlive_a_reload(reader: Reader) -> None:
-    said = reader.ask(QUESTION).locator(".markdown").inner_text()
+    said = reader.ask(QUESTION).locator(SAID).inner_text()
     reader.page.reload()
     reader.await_model()
-    expect(reader.answers.locator(".markdown")).to_have_text(said)
+    expect(reader.answers.locator(SAID)).to_have_text(said)
     reader.page.get_by_role("button", name="New conversation").click()
     expect(reader.answers).to_have_count(0)
     reader.page.get_by_role("button", name=QUESTION, exact=True).click()
-    expect(reader.answers.locator(".markdown")).to_have_text(said)
+    expect(reader.answers.locator(SAID)).to_have_text(said)
+
+
+def test_a_reload_while_an_answer_streams_keeps_what_came(reader: Reader) -> None:
+    reader.set("max_new_tokens", "3500")
+    reader.set("ignore_eos", "true")
+    reader.send("Count from 1 to 20.")
+    expect(reader.answers.last.locator(SAID)).to_contain_text("1, 2, 3")
+    reader.page.reload()
+    reader.await_model()
+    reader.await_end()
+    expect(reader.answers).to_have_count(1)
+    expect(reader.answers.locator(SAID)).to_contain_text("1, 2, 3")
+    expect(reader.answers.locator(".note")).to_have_text("Stopped.")
+    # And it goes on: the question is asked again beside it.
+    reader.show_all_settings()
+    reader.set("max_new_tokens", "4")
+    reader.answers.get_by_role("button", name="Retry").click()
+    expect(reader.answers.locator(".branches")).to_contain_text("2/2")
+    reader.await_end()
+
+
+def test_a_conversation_longer_than_the_context_goes_on_without_its_older_half(reader: Reader) -> None:
+    # A few questions fill the demo model's context.
+    question = "Penstock serves beams. " * 300
+    reader.set("max_new_tokens", "8")
+    bodies = sent(reader)
+    for _ in range(12):
+        answer = reader.ask(question)
+        if answer.get_by_role("alert").count():
+            break
+    problem = reader.answers.last.get_by_role("alert")
+    expect(problem.get_by_role("button", name="Leave out the older half and try again")).to_be_visible()
+    asked = len(bodies[-1]["messages"])
+    problem.get_by_role("button", name="Leave out the older half and try again").click()
+    reader.await_end()
+    expect(reader.answers.last.locator(SAID)).not_to_be_empty()
+    assert 0 < len(bodies[-1]["messages"]) < asked
+    # A line tells it, and every turn is still there to read.
+    expect(reader.page.get_by_text("Context: ")).to_be_visible()
+    assert reader.page.locator(".asked").count() == (asked + 1) // 2
+
+
+def test_a_stopped_answer_has_its_tokens_and_their_speed(reader: Reader) -> None:
+    reader.set("max_new_tokens", "3500")
+    reader.set("ignore_eos", "true")
+    reader.send("Count from 1 to 20.")
+    expect(reader.answers.last.locator(SAID)).to_contain_text("1, 2, 3")
+    reader.page.get_by_role("button", name="Stop").click()
+    reader.await_end()
+    expect(reader.answers.last.locator(".figures")).to_contain_text(re.compile(r"tok/s.*[1-9]\d* tokens"))
+
+
+def test_mathematics_stays_as_typed_and_text_runs_in_its_own_direction(reader: Reader) -> None:
+    said = "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643\n\nEuler: \\(e^{i\\pi} * 2 * 3\\) done"
+    reader.structure("choice", said.replace("\n\n", " ")[:9])
+    arabic = reader.ask("Say it").locator(f"{SAID} [dir=auto]").first
+    assert arabic.evaluate("element => getComputedStyle(element).direction") == "rtl"
+    reader.structure("choice", "Euler: \\(e^{i\\pi} * 2 * 3\\) done")
+    answer = reader.ask("Say it").locator(SAID)
+    expect(answer.locator(".math")).to_have_text("\\(e^{i\\pi} * 2 * 3\\)")
+    assert answer.locator("p").first.evaluate("element => getComputedStyle(element).direction") == "ltr"
 
 
 def test_what_is_typed_in_the_settings_stays_when_an_answer_ends(reader: Reader) -> None:
@@ -362,7 +423,7 @@ def test_a_server_with_tokens_asks_for_one_and_says_when_it_is_wrong(browser: Br
             dialog.get_by_role("button", name="Continue").click()
         reader = Reader(page)
         reader.await_model()
-        expect(reader.ask(QUESTION).locator(".markdown")).to_contain_text("Penstock")
+        expect(reader.ask(QUESTION).locator(SAID)).to_contain_text("Penstock")
         page.context.close()
 
 
