@@ -28,8 +28,8 @@ from penstock.gateway.json_body import BodyBounds
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 TOKEN = "authorization: Bearer right"
 BOUNDS = BodyBounds()
-# Of one turn: that of a body with as many values as there may be, read once and made into a message.
-MOST_CALLS = 4 * BOUNDS.most_values
+# Of one turn: that of a body with as many values as there may be, read once and made into a message; and other work.
+MOST_CALLS = 4 * BOUNDS.most_values + (1 << 16)
 # Lists and objects of a list, beside those around it; and numbers.
 FEW, MANY = BOUNDS.most_containers - 64, BOUNDS.most_values - 64
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

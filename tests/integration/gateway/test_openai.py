@@ -399,7 +399,7 @@ BAD: dict[str, tuple[str, Any, int, str | None]] = {
     "no object": ("chat", [], 400, None),
     "no messages": ("chat", {}, 400, "messages"),
     "empty messages": ("chat", {"messages": []}, 400, "messages"),
-    "messages of text": ("chat", {"messages": "Hi"}, 400, "messages"),
+    "messages of a number": ("chat", {"messages": 5}, 400, "messages"),
     "a message of text": ("chat", {"messages": ["Hi"]}, 400, "messages[0]"),
     "no role": ("chat", {"messages": [{"content": "Hi"}]}, 400, "messages[0].role"),
     "an image": (

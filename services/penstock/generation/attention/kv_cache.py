@@ -175,7 +175,7 @@ class KVCachePool:
 
     @property
     def geometry(self) -> Hashable:
-        """What operators over `layer_tensors` depend on, beside the number of blocks."""
+        """Facts that operators over `layer_tensors` depend on, beside the number of blocks."""
         return self.block_size, self.num_kv_heads, self.head_dim, self.dtype, self.has_values, self.layout
 
     @property
