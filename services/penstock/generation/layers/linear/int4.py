@@ -81,33 +81,17 @@ class Int4Numbers:
         return cls((rows, inputs), form, values, torch.stack([scale, zero], dim=2).transpose(0, 1).contiguous())
 
 
-class Int4Linear(Linear):
-    """A linear layer with weights of half a byte each, and 1/8 byte for the scales and zeros."""
+class GroupedInt4(Linear):
+    """A linear layer with weights of half a byte each, and 1/8 byte for scales and zeros, without its product."""
 
-    def __init__(
-        self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None, importance_I: Tensor | None = None
-    ) -> None:
-        """Take a weight to quantise, or one that is whole numbers; scales and offsets are rounded to bfloat16."""
-        numbers = Int4Numbers.of(weight_OI, outputs=_BLOCK, importance_I=importance_I)
+    def __init__(self, numbers: Int4Numbers, packed: Tensor, bias_O: Tensor | None) -> None:
+        """`packed`: the numbers' values as the product wants them."""
         self.out_features, self.in_features = numbers.shape
         self._form = numbers.form
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.values_OI, _INNER_TILES)
+        self._packed = packed
         self._scale_and_zero = numbers.scale_and_zero
         self._bias = None if bias_O is None else bias_O.float()
         self._padding = numbers.values_OI.shape[1] - self.in_features
-
-    @override
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        return self.as_float(x_TI).to(x_TI.dtype)
-
-    @override
-    def as_float(self, x_TI: Tensor) -> Tensor:
-        if not x_TI.shape[0]:
-            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        x = F.pad(x_TI, (0, self._padding)).bfloat16()
-        found = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._scale_and_zero)
-        result: Tensor = found[:, : self.out_features].float()
-        return result if self._bias is None else result + self._bias
 
     @property
     @override
@@ -124,6 +108,31 @@ class Int4Linear(Linear):
     def num_bytes(self) -> int:
         own: int = self._packed.nbytes + self._scale_and_zero.nbytes
         return own + (0 if self._bias is None else self._bias.nbytes)
+
+
+class Int4Linear(GroupedInt4):
+    """The product of torch's operator for CPUs."""
+
+    def __init__(
+        self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None, importance_I: Tensor | None = None
+    ) -> None:
+        """Take a weight to quantise, or one that is whole numbers; scales and offsets are rounded to bfloat16."""
+        numbers = Int4Numbers.of(weight_OI, outputs=_BLOCK, importance_I=importance_I)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.values_OI, _INNER_TILES)
+        super().__init__(numbers, packed, bias_O)
+
+    @override
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self.as_float(x_TI).to(x_TI.dtype)
+
+    @override
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        if not x_TI.shape[0]:
+            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
+        x = F.pad(x_TI, (0, self._padding)).bfloat16()
+        found = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._scale_and_zero)
+        result: Tensor = found[:, : self.out_features].float()
+        return result if self._bias is None else result + self._bias
 
 
 class Int4LinearMethod(LinearMethod):

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, WholeRows, dense, importance
-from penstock.generation.layers.linear.int4 import Int4Numbers
+from penstock.generation.layers.linear.int4 import GroupedInt4, Int4Numbers
 from penstock.generation.layers.linear.int4_search import GROUP
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
 
@@ -17,24 +17,19 @@ _OUTPUTS, _TILE = 8, 16
 _INNER_TILES = (8, 4, 2)
 
 
-class CudaInt4Linear(Linear):
-    """A linear layer with weights of half a byte each, and 1/8 byte for scales and zeros."""
+class CudaInt4Linear(GroupedInt4):
+    """The product of torch's operator for CUDA."""
 
     def __init__(
         self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None, importance_I: Tensor | None = None
     ) -> None:
         """Take a weight to quantise, or one that is whole numbers; scales and offsets are rounded to bfloat16."""
         numbers = Int4Numbers.of(weight_OI, outputs=_OUTPUTS, importance_I=importance_I)
-        self.out_features, self.in_features = numbers.shape
-        self._form = numbers.form
         values = numbers.values_OI
-        self._padding = values.shape[1] - self.in_features
         inner = next(tiles for tiles in _INNER_TILES if not values.shape[1] % (tiles * _TILE))
         # Two values a byte, the first in the upper half.
         halves = (values[:, ::2] << 4 | values[:, 1::2]).to(torch.uint8)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack(halves, inner)
-        self._scale_and_zero = numbers.scale_and_zero
-        self._bias = None if bias_O is None else bias_O.float()
+        super().__init__(numbers, torch.ops.aten._convert_weight_to_int4pack(halves, inner), bias_O)
 
     @override
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -52,22 +47,6 @@ class CudaInt4Linear(Linear):
         found = found[:, : self.out_features].contiguous()
         result: Tensor = found if self._bias is None else found.float() + self._bias
         return result.to(dtype)
-
-    @property
-    @override
-    def quantised_as(self) -> str:
-        return self._form
-
-    @property
-    def mean_scale(self) -> float:
-        """See Linear. Padding outputs are left out."""
-        return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
-
-    @property
-    @override
-    def num_bytes(self) -> int:
-        own: int = self._packed.nbytes + self._scale_and_zero.nbytes
-        return own + (0 if self._bias is None else self._bias.nbytes)
 
 
 class CudaInt4Method(LinearMethod):
