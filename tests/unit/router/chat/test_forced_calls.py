@@ -319,8 +319,9 @@ def either(name: str, schemas: dict[str, dict[str, Any]], strict: tuple[str, ...
     chat = choose_format("", name, "none")
     ids = {marker: ids_of(marker) for marker in chat.kept_for(with_tools=True)}
     token_ids = {marker: found[0] for marker, found in ids.items() if len(found) == 1}
-    settings = {"max_calls": 2, "in_reasoning": False, "may_think": chat.tools.is_harmony}
-    around = answer_or_calls_grammar(chat, schemas, strict, token_ids, **settings)
+    around = answer_or_calls_grammar(
+        chat, schemas, strict, token_ids, max_calls=2, in_reasoning=False, may_think=chat.tools.is_harmony
+    )
     return compiled_around(replace(regex("[0-9]+"), may_be_calls=True), around)
 
 
