@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,12 @@ from factories.servers.plain_server import starting_service
 from factories.servers.router import Answer, backend, chat, collect, generate, running_router, tokenizer_address, until
 from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import from_rpc_error
+from penstock.router.tokenizer.tokenizer_link import MAX_TRIES
+from penstock.serving.server import serve_in_process
+from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.config import TokenizerConfig
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2
+from prometheus_client import CollectorRegistry
 
 TOKENS = 40
 IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
@@ -146,6 +152,40 @@ async def test_a_tokenizer_that_starts_is_waited_for_by_streams_and_calls_beyond
         answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), restart)
         assert answer.ids() == IDS
         assert (await calls[0]).finished
+
+
+async def test_calls_wait_for_a_tokenizer_that_drains_until_another_is_there() -> None:
+    config, registry = TokenizerConfig(template_processes=1), CollectorRegistry()
+    app = TokenizerApp(config, registry)
+
+    def refused() -> float:
+        name, labels = "grpc_server_handled_total", {"grpc_method": "ApplyChatTemplate", "grpc_code": "UNAVAILABLE"}
+        samples = (sample for family in registry.collect() for sample in family.samples)
+        return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
+
+    async with (
+        serve_in_process(app, config, registry) as old,
+        TcpProxy(old.address) as proxy,
+        backend(script=count_up(TOKENS), allowance=5) as one,
+        running_router(one, tokenizer=proxy.address, detokenize="tokenizer") as router,
+    ):
+        calls: list[asyncio.Future[Any]] = []
+
+        async def replace(_: Answer) -> None:
+            if one.allowance == 0 and not calls:
+                # The stream keeps it from its end.
+                calls.append(asyncio.ensure_future(app.drain()))
+                calls.append(asyncio.ensure_future(collect(router.stub.Chat(chat()))))
+                await until(lambda: refused() > 2 * MAX_TRIES or calls[1].done())
+                await proxy.cut()
+                proxy.lead_to(tokenizer_address())
+                await proxy.restore()
+                await one.allow(None)
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), replace)
+        assert answer.ids() == IDS
+        assert (await calls[1]).finished
+        await calls[0]
 
 
 async def test_stream_decoded_by_the_router_ends_without_the_tokenizer() -> None:

@@ -26,6 +26,7 @@ from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 HEALTH_NAME = "penstock.v1.TokenizerService"
 # Tries of one unary call: it is sent again only if the tokenizer could not be reached.
 MAX_TRIES = 3
+_DRAINING = "DRAINING"
 # Pings within the silence that counts as a loss.
 _PINGS = 8
 AnswerT = TypeVar("AnswerT")
@@ -265,7 +266,8 @@ class TokenizerLink:
     ) -> AnswerT:
         begin = time.monotonic()
         until = None if timeout is None else begin + timeout
-        for attempt in range(MAX_TRIES):
+        tries, pause = 0, self._config.reconnect_min_seconds
+        while tries < MAX_TRIES:
             stub = await self._wait_for_stub(begin, until)
             left = None if until is None else until - time.monotonic()
             self._waiting += 1
@@ -279,15 +281,22 @@ class TokenizerLink:
                 if self._stub is stub or error.code() is not grpc.StatusCode.CANCELLED:
                     if isinstance(failure, DeadlineExceeded):
                         raise _late() from error
-                    if not isinstance(failure, Unavailable) or attempt == MAX_TRIES - 1:
+                    # One that drains comes back, or another does: it is waited for as one that is away.
+                    is_draining = failure.reason == _DRAINING
+                    tries += not (is_draining and time.monotonic() < begin + self._longest_wait_seconds)
+                    if not isinstance(failure, Unavailable) or tries == MAX_TRIES:
                         raise failure from error
+                else:
+                    tries += 1
                 if self._stub is stub:
-                    # Refused rather than lost (draining): give the link a moment to notice.
-                    await asyncio.sleep(self._config.reconnect_min_seconds)
+                    # Refused rather than lost: give the link a moment to notice.
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, self._config.reconnect_max_seconds)
             except asyncio.CancelledError:
                 if is_cancelled():
                     raise
                 # The same, by grpc.aio.
+                tries += 1
             finally:
                 self._waiting -= 1
         raise _away()
