@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,6 +53,23 @@ async def test_bytes_of_a_chat_are_those_of_its_text(is_stream: bool) -> None:
                 assert is_part(one["bytes"]) or one["token"].encode() == bytes(one["bytes"])
             names = [one["token"] for one in entry["top_logprobs"]]
             assert len(set(names)) == len(names) == 8
+
+
+async def test_bytes_of_a_streamed_response_are_those_of_its_text() -> None:
+    async with scripted() as served:
+        body = {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 3, "stream": True}
+        status, _, text = await served.ask("/v1/responses", body)
+        assert status == 200
+        told = [json.loads(line.removeprefix("data: ")) for line in text.decode().splitlines() if line[:5] == "data:"]
+        deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+        entries = [entry for event in deltas for entry in event["logprobs"]]
+        assert "".join(event["delta"] for event in deltas) == TEXT
+        assert joined(entries) == TEXT
+        assert {len(entry["top_logprobs"]) for entry in entries} == {3}
+        (done,) = [event for event in told if event["type"] == "response.output_text.done"]
+        assert done["logprobs"] == entries
+        (part,) = told[-1]["response"]["output"][0]["content"]
+        assert part["logprobs"] == entries
 
 
 async def test_bytes_of_a_response_are_those_of_its_text() -> None:

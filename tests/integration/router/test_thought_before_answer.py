@@ -33,6 +33,7 @@ CONSTRAINTS: dict[str, tuple[Any, str]] = {
     "choice": (["left", "right"], "right"),
     "grammar": ('start: "x" text\ntext: /[yz]+/', "xyzzy"),
 }
+WAYS = ("chat", "stream", "responses", "responses stream", "messages", "messages stream")
 THOUGHT = 'Perhaps {"n": 1}, or left.\nNo.'
 
 
@@ -85,6 +86,12 @@ async def serving(
         yield gateway, served
 
 
+def events(text: str) -> list[dict[str, Any]]:
+    """Events of a stream with names."""
+    lines = [line for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
 async def ask(gateway: Gateway, way: str, fields: dict[str, Any]) -> tuple[str, str]:
     """Ask by one way; return the content and the reasoning of the answer."""
     user = [{"role": "user", "content": "?"}]
@@ -93,6 +100,16 @@ async def ask(gateway: Gateway, way: str, fields: dict[str, Any]) -> tuple[str, 
         lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith(("{", "data: {"))]
         messages = [one.get("message") or one["delta"] for line in lines for one in json.loads(line)["choices"]]
         content, reasoning = ([one.get(key) or "" for one in messages] for key in ("content", "reasoning_content"))
+    elif way == "messages stream":
+        body = {"max_tokens": 500, "messages": user, "stream": True, **fields}
+        deltas = [event.get("delta", {}) for event in events(await post(gateway, "messages", body))]
+        content, reasoning = ([one.get(kind, "") for one in deltas] for kind in ("text", "thinking"))
+    elif way == "responses stream":
+        told = events(await post(gateway, "responses", {"input": "?", "stream": True, **fields}))
+        content, reasoning = (
+            [event["delta"] for event in told if event["type"] == f"response.{kind}.delta"]
+            for kind in ("output_text", "reasoning_text")
+        )
     elif way == "messages":
         answer = json.loads(await post(gateway, "messages", {"max_tokens": 500, "messages": user, **fields}))
         content, reasoning = ([one.get(kind, "") for one in answer["content"]] for kind in ("text", "thinking"))
@@ -118,8 +135,8 @@ def accepts(request: generation_pb2.GenerateRequest, ids: Sequence[int]) -> bool
 def by_every_way() -> Iterator[Any]:
     """Every format by every way; the ordinary run has each format once, and each way."""
     for number, row in enumerate(REASONING):
-        for place, way in enumerate(("chat", "stream", "responses", "messages")):
-            marks = [] if number % 4 == place else [pytest.mark.slow]
+        for place, way in enumerate(WAYS):
+            marks = [] if number % len(WAYS) == place else [pytest.mark.slow]
             yield pytest.param(row, way, id=f"{row.name}-{way}", marks=marks)
 
 
@@ -154,13 +171,14 @@ async def test_a_stop_string_is_about_the_answer(
     script = Script()
     settings = {"detokenize": decode, "tokens_per_step": tokens}
     async with serving(tokenizer, script, row.name, **settings) as (gateway, _):
-        for way in ("chat", "stream"):
+        for way in WAYS:
+            name = "stop_sequences" if way.startswith("messages") else "stop"
             for end, opens in ((row.opens, ""), ("", row.opens)):
                 script.ids = ids_of(f"{opens}I may STOP.\n\n{row.closes}\n\nYes. STOP. No.")
-                fields = template_ends(f"{end}\n", stop=["STOP"])
+                fields = template_ends(f"{end}\n", **{name: ["STOP"]})
                 assert await ask(gateway, way, fields) == ("Yes. ", "I may STOP.")
             script.ids = ids_of("Yes. STOP. No.")
-            assert await ask(gateway, way, template_ends("", stop=["STOP"])) == ("Yes. ", "")
+            assert await ask(gateway, way, template_ends("", **{name: ["STOP"]})) == ("Yes. ", "")
 
 
 async def test_a_model_that_names_no_thought_answers_at_once(tokenizer: str) -> None:
