@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.servers.router import until
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.serving.grpc_accepting import _CALLS_AHEAD, CallLine, make_server
 
 
@@ -87,6 +88,6 @@ async def test_a_later_grpcio_accepts_by_itself(monkeypatch: pytest.MonkeyPatch)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/a/b")(b"")
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     await server.stop(None)
