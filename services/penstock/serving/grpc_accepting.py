@@ -18,6 +18,8 @@ from grpc import aio
 
 # Calls of one method that are asked for at a time.
 _CALLS_AHEAD = 32
+# Turns of the event loop that a stop gives to those that have come: several for each.
+_MOST_TURNS = 16 * _CALLS_AHEAD
 
 try:
     from grpc._cython import cygrpc
@@ -51,10 +53,26 @@ class CallLine:
         self._asked: set[asyncio.Future[Any]] = set()
         self._here: deque[Any] = deque()
         self._waiting: asyncio.Future[Any] | None = None
+        self._ahead, self._is_over = _CALLS_AHEAD, False
+
+    @property
+    def has_calls(self) -> bool:
+        """True while calls have come that are not taken."""
+        return bool(self._here)
+
+    def close(self) -> None:
+        """Ask no more ahead."""
+        # One question stays: its error tells grpcio's loop of the stop.
+        self._ahead = 1
+
+    def end(self) -> None:
+        """Let go of calls that nobody takes any more: while one is held, the server has not stopped."""
+        self._is_over = True
+        self._here.clear()
 
     def next(self) -> asyncio.Future[Any]:
         """Return a future of the next call. Only one may wait at a time."""
-        while len(self._asked) + len(self._here) < _CALLS_AHEAD:
+        while len(self._asked) + len(self._here) < self._ahead:
             asked = self._ask()
             self._asked.add(asked)
             asked.add_done_callback(self._came)
@@ -71,7 +89,7 @@ class CallLine:
         error = None if asked.cancelled() else asked.exception()
         waiting = self._waiting
         if waiting is None or waiting.done():
-            if error is None and not asked.cancelled():
+            if error is None and not asked.cancelled() and not self._is_over:
                 self._here.append(asked.result())
             return
         self._waiting = None
@@ -97,6 +115,18 @@ class _Accepting(_InnerServer):  # type: ignore[misc]
             line = self._lines[method] = CallLine(lambda: ask(method))
         return line.next()
 
+    async def take_all(self) -> None:
+        """Return once the calls that have come are taken: their handlers answer them. No more come ahead."""
+        lines = list(self._lines.values())
+        for line in lines:
+            line.close()
+        for _ in range(_MOST_TURNS):
+            if not any(line.has_calls for line in lines):
+                break
+            await asyncio.sleep(0)
+        for line in lines:
+            line.end()
+
 
 class _AskingServer(_Server):  # type: ignore[misc]
     """grpc.aio's server around the inner one above."""
@@ -104,3 +134,8 @@ class _AskingServer(_Server):  # type: ignore[misc]
     def __init__(self, interceptors: tuple[Any, ...], options: tuple[Any, ...], max_calls: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._server = _Accepting(self._loop, None, (), interceptors, options, max_calls)
+
+    async def stop(self, grace: float | None) -> None:
+        """As grpc.aio's, once the calls that have come are taken."""
+        await self._server.take_all()
+        await super().stop(grace)

@@ -91,3 +91,58 @@ async def test_a_later_grpcio_accepts_by_itself(monkeypatch: pytest.MonkeyPatch)
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     await server.stop(None)
+
+
+async def test_calls_that_nobody_takes_are_let_go_at_the_end() -> None:
+    asked = Asked()
+    line = CallLine(asked)
+    line.next()
+    await asked.come(["taken", "here"])
+    assert line.has_calls
+    line.end()
+    await asked.come(["late"])
+    assert not line.has_calls
+
+
+async def test_a_closed_line_still_learns_of_the_stop() -> None:
+    asked = Asked()
+    line = CallLine(asked)
+    line.next()
+    line.close()
+    await asked.come([str(number) for number in range(_CALLS_AHEAD)])
+    while line.has_calls:
+        line.next()
+    waiting = line.next()
+    (last,) = (one for one in asked.futures if not one.done())
+    last.set_exception(ConnectionError("the server stops"))
+    with pytest.raises(ConnectionError):
+        await waiting
+
+
+class Answering(grpc.GenericRpcHandler):
+    """Answers every call."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        async def answer(request: bytes, context: Any) -> bytes:
+            return request
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+async def test_calls_that_came_before_a_stop_are_answered() -> None:
+    server: Any = make_server((), (), 1000)
+    server.add_generic_rpc_handlers((Answering(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        method = channel.unary_unary("/a/b")
+        await method(b"")
+        (line,) = server._server._lines.values()
+        crowd = [asyncio.ensure_future(method(b"")) for _ in range(_CALLS_AHEAD // 2)]
+        while not line.has_calls:  # noqa: ASYNC110 - another pace would miss the moment
+            await asyncio.sleep(0)
+        here = len(line._here)
+        # Calls that are held until the end of the grace would be cut off then.
+        await server.stop(60)
+        answers = await asyncio.gather(*crowd, return_exceptions=True)
+    assert answers.count(b"") >= here
