@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -203,12 +204,21 @@ def test_sigterm_ends_a_start_that_waits_for_a_rank(tmp_path: Path) -> None:
         assert not rank.is_running()
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    """True for a process that has a handler of its own for a signal."""
+    (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def stopped_child(process: stack.Process, name: str) -> psutil.Process:
-    """Stop a process of a start as soon as it is there, and return it: the start waits for it."""
+    """Stop a process of a start as soon as it handles signals, and return it: the start waits for it.
+
+    Before that SIGTERM would end it, stopped or not.
+    """
     while True:
         for child in psutil.Process(process.popen.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if name in child.cmdline():
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+                if name in child.cmdline() and handles(child.pid, signal.SIGTERM):
                     child.send_signal(signal.SIGSTOP)
                     return child
         # Whoever looks without a pause takes the time from those that start.
