@@ -32,7 +32,9 @@ def main() -> None:
         for name in ("Request", "Response")
     )
     fields: dict[str, Any] = {"text": "The capital of France is", "config": {"max_new_tokens": TOKENS}}
-    request = json_format.ParseDict({**fields, "stop": {"ignore_eos": True}}, asked())
+    request = json_format.ParseDict(
+        {**fields, "stop": {"ignore_eos": True}, "output": {"return_token_ids": True}}, asked()
+    )
     with grpc.insecure_channel(address) as channel:
         generate = channel.unary_stream(
             f"/{SERVICE}/Generate",
