@@ -11,6 +11,8 @@ from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import model_engine
 from factories.models.model_types import FURTHER, OLD, SEEING, USUAL, check_ids, tiny_model_type
 from factories.models.run_kernels import KERNELS, cpu_device
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.models import transformers_loading
 from penstock.generation.models.registry import load_model
@@ -76,6 +78,23 @@ def test_later_steps_of_few_rows_run_without_the_modules(tmp_path: Path, model_t
     assert [again[str(number)].ids for number in range(len(prompts))] == first
     # New numbers of rows are compared once.
     assert len(passes) - before <= 4
+
+
+@pytest.mark.skipif(KERNELS != "native", reason="torch's general operators read a step's lengths on the host")
+def test_scales_that_begin_at_a_position_hold_for_each_row_of_a_recorded_pass(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"layer_types": ["full_attention"] * 4, "no_rope_layers": [0] * 4}
+    folder = tiny_model_type(tmp_path, "llama4_text", **fields, floor_scale=64, attn_scale=0.8)
+    model = load_model(folder, dtype="float32", device=cpu_device(), route=FALLBACK)
+    assert isinstance(model, TransformersModel)
+    kv, wanted = (KVShape.of(model.config, model.dtype, 16).pool(20, model.device) for _ in range(2))
+    tables = torch.arange(20, dtype=torch.int32).unsqueeze(0)
+    # A pass of one row is recorded; passes of three rows below position 64 cannot tell what it holds.
+    for length, count in [*((length, 1) for length in range(1, 20)), (22, 3), (25, 3), (64, 3), (65, 3)]:
+        metadata, positions_T = AttentionMetadata.build([count], [length], tables, 16, model.device)
+        ids_T = torch.arange(3, 3 + count)
+        found = model.forward(ids_T, positions_T, metadata, kv)
+        with torch.inference_mode():
+            assert torch.equal(found, model._by_modules(ids_T, positions_T, metadata, wanted))
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 torch's tracer records the operators of one pass, which later passes repeat. What the tracer cannot record must not
 happen: numbers of a tensor that Python reads, and results with a size that depends on numbers. A pass is watched for
-both first. Sizes may decide in Python, too: so the first graph pass with each number of rows runs beside the modules,
-and one with other bits is the last.
+both first. Sizes may decide in Python, too. So a pass with another number of rows is recorded as well, and must have
+the same operators: a number of rows that became a constant may give the same bits until positions are high. Then the
+first graph pass with each number of rows runs beside the modules, and one with other bits is the last.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class PassGraph:
         self._graph: Callable[..., Tensor] | None = None
         # What beside the inputs a graph depends on.
         self._key: Hashable = None
+        # Rows of the pass that was recorded, and its operators; None: a pass with another number of rows has the same.
+        self._recorded: tuple[int, str] | None = None
         # Numbers of rows with which it gave the modules' bits.
         self._checked: set[int] = set()
         # Passes until a graph is made, and graphs that may still be made.
@@ -82,7 +85,7 @@ class PassGraph:
             return by_modules()
         if rows in self._checked:
             return _run(self._graph, inputs)
-        return self._checked_result(self._graph, rows, inputs, by_modules)
+        return self._checked_result(self._graph, rows, inputs, by_modules, compute)
 
     def _make(self, key: Hashable, inputs: tuple[Tensor, ...], compute: Callable[..., Tensor]) -> None:
         self._graphs_left -= 1
@@ -90,16 +93,24 @@ class PassGraph:
         try:
             with _NoReads(), _FixedSizes():  # type: ignore[no-untyped-call]  # torch types neither
                 compute(*inputs)
-            self._graph = _traced(compute, inputs, self._objects)
+            self._graph, operators = _traced(compute, inputs, self._objects)
+            self._recorded = inputs[0].shape[0], operators
         except Exception as error:  # whatever modules raise where they find another kind of tensor
             self._give_up(error)
 
     def _checked_result(
-        self, graph: Callable[..., Tensor], rows: int, inputs: tuple[Tensor, ...], by_modules: Callable[[], Tensor]
+        self,
+        graph: Callable[..., Tensor],
+        rows: int,
+        inputs: tuple[Tensor, ...],
+        by_modules: Callable[[], Tensor],
+        compute: Callable[..., Tensor],
     ) -> Tensor:
         try:
+            if self._recorded is not None and rows not in (1, self._recorded[0]):
+                graph = self._compared(self._recorded, graph, rows, inputs, compute)
             found = _run(graph, inputs)
-        except RuntimeError as error:
+        except Exception as error:  # of the modules, and of a torch without one of these functions
             self._give_up(error)
             return by_modules()
         result = by_modules()
@@ -109,17 +120,36 @@ class PassGraph:
             self._give_up(_NotFixed(f"other bits with {rows} rows"))
         return result
 
+    def _compared(
+        self,
+        recorded: tuple[int, str],
+        graph: Callable[..., Tensor],
+        rows: int,
+        inputs: tuple[Tensor, ...],
+        compute: Callable[..., Tensor],
+    ) -> Callable[..., Tensor]:
+        """Return the graph to go on with. Raises _NotFixed where other rows have other operators."""
+        other, operators = _traced(compute, inputs, self._objects)
+        if operators == recorded[1]:
+            self._recorded = None
+            return graph
+        if recorded[0] > 1:
+            raise _NotFixed(f"other operators with {rows} rows")
+        # Python may leave out operators for one row, for which those of some rows may be as good.
+        self._graph, self._recorded, self._checked = other, (rows, operators), set()
+        return other
+
     def _give_up(self, error: Exception) -> None:
-        self._graph, self._graphs_left = None, 0
+        self._graph, self._recorded, self._graphs_left = None, None, 0
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         _log.debug("the modules of this model run one by one: a pass is no graph", why=why)
 
 
 def _traced(
     compute: Callable[..., Tensor], inputs: tuple[Tensor, ...], objects: Sequence[torch.ScriptObject]
-) -> Callable[..., Tensor]:
-    """Return a function of the operators of `compute(*inputs)`. Weights are freed with it: `torch.jit.trace` keeps
-    every function for good."""
+) -> tuple[Callable[..., Tensor], str]:
+    """Return a function of the operators of `compute(*inputs)`, and their text without sizes of tensors. Weights are
+    freed with the function: `torch.jit.trace` keeps every one for good."""
     unit: Any = torch._C.CompilationUnit()
     # The tracer knows objects as attributes of a module. The stub of its class is of another one.
     module = cast("Any", torch._C.ScriptModule)("Pass", unit, True)
@@ -130,7 +160,9 @@ def _traced(
         # Of sizes that Python reads: the comparisons look at them.
         warnings.simplefilter("ignore")
         graph, _ = torch._C._create_graph_by_tracing(compute, inputs, lambda _: "", True, False, module, names)
-    return partial(unit.create_function("run", graph), module)
+    torch._C._jit_pass_erase_shape_information(graph)
+    text: str = cast("Any", graph).str(False)
+    return partial(unit.create_function("run", graph), module), text
 
 
 def _run(graph: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:

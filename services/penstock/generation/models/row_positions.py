@@ -23,7 +23,8 @@ class _Positions:
     """A cache in name only: its count of "seen" tokens before each row turns the row's number into its position."""
 
     def __init__(self, positions_T: Tensor) -> None:
-        self._seen_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
+        # By the shape, which a graph of a pass takes from each pass: a length would be a constant of it.
+        self._seen_T = positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
 
     def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
         return self._seen_T

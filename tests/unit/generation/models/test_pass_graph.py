@@ -83,6 +83,36 @@ def test_a_pass_that_depends_on_the_number_of_rows_in_python_stays_with_python()
     assert not passes.repeats(rows(3))
 
 
+def test_a_number_of_rows_that_is_a_constant_is_found_where_the_bits_are_the_same() -> None:
+    """As of a scale that queries get from some position on: constants of one row are right for all others below it."""
+
+    def scale(positions_T: Tensor) -> Tensor:
+        seen_T = positions_T - torch.arange(len(positions_T))
+        return ((torch.arange(positions_T.shape[0]) + seen_T) // 64).float()
+
+    passes = Passes(scale)
+    assert passes.repeats(torch.tensor([5]))
+    for first in (3, 4, 61, 62):
+        positions_T = torch.arange(first, first + 3)
+        assert torch.equal(passes(positions_T), scale(positions_T))
+    assert not passes.repeats(torch.tensor([5]))
+
+
+def test_operators_that_one_row_does_without_are_no_reason_for_python() -> None:
+    passes = Passes(lambda x: (x[:, :] if x.shape[0] > 1 else x) * 2)
+    assert passes.repeats(rows(1))
+    for count in (3, 1, 4, 1, 17):
+        assert torch.equal(passes(rows(count)), rows(count) * 2)
+        assert passes.repeats(rows(count))
+
+
+def test_a_torch_without_the_functions_of_graphs_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.jit, "optimized_execution")
+    passes = Passes(lambda x: x * 2)
+    assert not passes.repeats(rows(3))
+    assert torch.equal(passes(rows(3)), rows(3) * 2)
+
+
 def test_a_computation_that_changes_with_each_call_stays_with_python() -> None:
     calls: list[int] = []
 
