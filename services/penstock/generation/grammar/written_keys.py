@@ -91,7 +91,7 @@ class WrittenKeys:
         self, gate: ThoughtGate[bytes] | None = None, *, most_characters: int = 0, may_be_calls: bool = False
     ) -> None:
         """`gate`: reader of the thought before the JSON. `most_characters`: of a key; 0: any number. `may_be_calls`:
-        an output that begins otherwise than a JSON object is calls, and has no keys here."""
+        an output that begins otherwise than an object or an array of JSON is calls, and has no keys here."""
         self._gate, self._most_characters = gate, most_characters
         # Until the first character, and from then on.
         self._may_be_calls, self._is_calls = may_be_calls, False
@@ -133,7 +133,7 @@ class WrittenKeys:
                 return True
             self._gate, data = None, answer
         if self._may_be_calls and (begun := data.lstrip()):
-            self._may_be_calls, self._is_calls = False, begun[0] != _OPEN_OBJECT
+            self._may_be_calls, self._is_calls = False, begun[0] not in (_OPEN_OBJECT, _OPEN_ARRAY)
         if self._is_calls:
             return True
         goes_on, at = False, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,14 @@ def test_calls_in_place_of_the_object_have_no_keys() -> None:
     assert COMMA not in allowed(after('{"a":1,"a":1', spec, around))
     assert COMMA in allowed(after('<f:{"a":1,"a":1', spec, around))
     assert COMMA in allowed(after('<f:{"a":1,"a":1', spec, around).copy())
+
+
+def test_objects_of_an_array_in_place_of_calls_have_keys() -> None:
+    around = "start: @answer | /<f:[^<]*</"
+    spec = schema({"type": "array", "items": {"type": "object"}})
+    beside = replace(spec, may_be_calls=True)
+    assert COMMA not in allowed(after('[{"a":1,"a":1', beside, around))
+    assert COMMA in allowed(after('[{"a":1,"b":1', beside, around))
 
 
 def test_a_closed_object_is_as_it_was() -> None:
