@@ -389,6 +389,7 @@ def test_what_is_made_from_the_values_is_up_to_date() -> None:
         ("inferencePool.failureMode=Never", "failureMode"),
         ("generationPool.enabled=true,tls.enabled=true,tls.secretName=a", "tls.enabled"),
         ("generationPool.enabled=true,auth.tokenSecret=a", "auth.tokenSecret"),
+        ("generationPool.enabled=true", "generationPool.clients"),
         ("router.discovery=endpoints,serviceAccount.create=false", "serviceAccount.name"),
         ("router.discovery=etcd", "discovery"),
     ],
