@@ -512,6 +512,8 @@ class _Servicer:
             reader.cancel()
             if session in backend.sessions:
                 backend.sessions.remove(session)
+                # Somebody may wait for its end.
+                await backend.notify()
 
     async def _read(self, commands: AsyncIterator[generation_pb2.SessionRequest], session: Session) -> None:
         async for command in commands:
