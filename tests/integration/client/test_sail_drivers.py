@@ -11,6 +11,7 @@ import penstock_client.sail as sail
 import pytest
 from factories.engine.local_generators import local_generator
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.gguf_converter import convert
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock_client.compat.sail import EngineLLM
 
@@ -152,12 +153,15 @@ class Driver:
         return int(self.token.asnumpy())
 
 
-@pytest.mark.parametrize("form", ["folder", "tar"])
+@pytest.mark.parametrize("form", ["folder", "tar", "gguf"])
 def test_a_driver_gets_the_tokens_that_generate_gives(folder: Path, tmp_path: Path, form: str) -> None:
     path = folder
     if form == "tar":
         path = tmp_path / "model.bmodel"
         path.write_bytes(EngineLLM.archive(folder))
+    elif form == "gguf":
+        # By its first bytes: drivers name their model as they like.
+        path = convert(folder, tmp_path / "model.gguf", "qwen2", quantised=False).rename(tmp_path / "model.bmodel")
     with local_generator(folder, load_tokenizer=False) as generator:
         wanted = generator.generate(PROMPT, max_new_tokens=8, do_sample=False, ignore_eos=True).token_ids
     driver = Driver(str(path))
