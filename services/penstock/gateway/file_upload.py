@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
@@ -10,6 +11,8 @@ from penstock.common.errors import FailedPrecondition, InvalidArgument
 _MOST_FIELDS, _MOST_FIELD_BYTES, _MOST_HEADER_BYTES = 16, 4096, 8192
 _MOST_NAME_CHARS = 512
 FILE = "file"
+# The package warns of a form that is none. Its caller is told by the answer, and must not fill the log.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 def _no_form() -> InvalidArgument:
