@@ -44,6 +44,9 @@ def _named(case: Case, error: dict[str, Any]) -> bool:
     if error["reason"] == _REFUSING.get(case.path):
         return True
     param = error["param"] or ""
+    if not case.place:
+        # An object without the fields that are needed, or with others.
+        return bool(error["field"]) or error["reason"] == "BATCH_ENDED"  # by an earlier case
     top = param.partition(".")[0].partition("[")[0]
     return top == case.field or case.field in error["message"] or (case.field, top) in _OTHERS
 
