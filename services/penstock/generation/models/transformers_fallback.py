@@ -132,6 +132,8 @@ class TransformersModel:
         twin = copy.copy(self)
         twin.calls, twin._layers = tuple(calls), BoundLayers()
         twin._pass_graph = self._new_graph()
+        # It is about the calls.
+        twin.__dict__.pop("_is_fixed", None)
         return twin
 
     def _new_graph(self) -> PassGraph:
