@@ -15,6 +15,8 @@ from penstock.common.idle_only import IDLE_TENANT
 
 # Expected output tokens of a sequence before any answer was seen.
 FIRST_GUESS_TOKENS = 256
+# A request waits fully, for its headroom, when its wait is this part of the time that it is served: one fourth.
+_WAITS_FULLY = 4.0
 # Budgets are grouped by their power of two.
 NUM_BUDGETS = 33
 
@@ -53,14 +55,17 @@ class Pace(NamedTuple):
     output_shares: Sequence[float] = ()
     # Rows of one step.
     batch_tokens: int = 512
-    # Factor of forecasts before they are compared with a deadline; larger while newcomers wait.
+    # Factor of forecasts before they are compared with a deadline; and the further one of a request that waits.
     headroom: float = 1.0
+    wait_headroom: float = 1.0
     # True: a newcomer waits for others.
     is_busy: bool = False
     # Tokens of waiting requests, by tenant.
     waiting: Mapping[str, float] = MappingProxyType({})
     # Seconds by which the running requests will end later than evenly: they began together, so no place is free before.
     uneven_seconds: float = 0.0
+    # Sequences that would begin in the next step; 0 while newcomers wait, or where it is not told.
+    free_places: int = 0
 
     def output(self, demand: Demand) -> float:
         """Output tokens to expect of each sequence of a request."""
@@ -79,14 +84,21 @@ class Pace(NamedTuple):
         Nobody waits for requests of idle capacity.
         """
         before = {tenant: tokens for tenant, tokens in (coming or {}).items() if tenant != IDLE_TENANT}
-        if not self.tokens_per_second or not (self.is_busy or before):
-            return self.uneven_seconds
+        if not self.is_busy and not before:
+            return 0.0
+        own = self.tokens(demand)
         waiting = dict(self.waiting)
         for tenant, tokens in before.items():
             waiting[tenant] = waiting.get(tenant, 0.0) + tokens
-        share = waiting.pop(demand.tenant, 0.0) + self.tokens(demand)
+        share = waiting.pop(demand.tenant, 0.0) + own
         tokens = share + sum(min(tokens, share) for tokens in waiting.values())
-        return tokens / self.tokens_per_second + self.uneven_seconds
+        # Those that find a place are taken to be of its size.
+        placed = self.free_places * own / demand.sequences
+        if tokens <= placed:
+            return 0.0
+        if not self.tokens_per_second:
+            return self.uneven_seconds
+        return (tokens - placed) / self.tokens_per_second + self.uneven_seconds
 
     def serving_seconds(self, demand: Demand) -> float:
         """Seconds from a request's first step to its end, at the present speed."""
@@ -100,13 +112,24 @@ class Pace(NamedTuple):
         """Steps of the prompt alone."""
         return -(-demand.prompt_tokens // self.batch_tokens)
 
+    def headroom_of(self, wait_seconds: float, serving_seconds: float) -> float:
+        """Factor on the forecast of a request with these times.
+
+        A request that waits is accepted long before its end, and the machine may become slower until then. The factor
+        grows with the wait. If it came with the first waiting request at once, a crowd that is accepted in one moment
+        would be too much in the next, for all that come after it.
+        """
+        waited = min(_WAITS_FULLY * wait_seconds, serving_seconds) / serving_seconds if serving_seconds else 1.0
+        return self.headroom * (1.0 + (self.wait_headroom - 1.0) * waited)
+
     def seconds_late(self, demand: Demand, left: float, coming: Mapping[str, float] | None = None) -> float:
         """Seconds by which the request would miss its deadline, `left` seconds from now; 0: it would not.
 
         It is also 0 for a request that does not wait and that even an idle engine could not end in time: refusing it
         gains nothing.
         """
-        late = (self.wait_seconds(demand, coming) + self.serving_seconds(demand)) * self.headroom - left
+        wait, serving = self.wait_seconds(demand, coming), self.serving_seconds(demand)
+        late = (wait + serving) * self.headroom_of(wait, serving) - left
         if not self.is_busy and self._steps(demand) * self.least_step_seconds * self.headroom > left:
             return 0.0
         return max(late, 0.0)

@@ -50,6 +50,7 @@ class Load(_message.Message):
     SWAPPED_REQUESTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_VERSION_FIELD_NUMBER: _builtins.int
     IDLE_ONLY_REQUESTS_FIELD_NUMBER: _builtins.int
+    MEASURED_AT_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     running_requests: _builtins.int
     running_sequences: _builtins.int
@@ -88,6 +89,8 @@ class Load(_message.Message):
     """Those of waiting and running requests that use idle capacity only (metadata penstock-idle-only): others do not wait for them.
     Absent: an older release, or an engine on which they would.
     """
+    measured_at: _builtins.float
+    """Seconds on a clock of the process that never goes back: when these figures were measured. 0: an older release."""
     @_builtins.property
     def group_blocks_used(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Used ones of each group of layers, in the order of KvGeometry.groups."""
@@ -122,10 +125,11 @@ class Load(_message.Message):
         swapped_requests: _builtins.int = ...,
         adapters_version: _builtins.int = ...,
         idle_only_requests: _builtins.int | None = ...,
+        measured_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_step_seconds", b"_step_seconds", "idle_only_requests", b"idle_only_requests", "pace", b"pace", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "group_blocks_used", b"group_blocks_used", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "idle_only_requests", b"idle_only_requests", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "group_blocks_used", b"group_blocks_used", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "idle_only_requests", b"idle_only_requests", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "measured_at", b"measured_at", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_only_requests: _TypeAlias = _typing.Literal["idle_only_requests"]  # noqa: Y015
     _WhichOneofArgType__idle_only_requests: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests"]  # noqa: Y015
@@ -157,6 +161,9 @@ class Pace(_message.Message):
     OUTPUT_SHARES_FIELD_NUMBER: _builtins.int
     FULL_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     UNEVEN_SECONDS_FIELD_NUMBER: _builtins.int
+    LEAST_HEADROOM_FIELD_NUMBER: _builtins.int
+    MOST_HEADROOM_FIELD_NUMBER: _builtins.int
+    FREE_PLACES_FIELD_NUMBER: _builtins.int
     tokens_per_second: _builtins.float
     """Throughput while requests waited; 0: none has waited yet."""
     step_seconds: _builtins.float
@@ -167,13 +174,20 @@ class Pace(_message.Message):
     batch_tokens: _builtins.int
     """Rows of one step."""
     headroom: _builtins.float
-    """Factor of forecasts before they are compared with a deadline; larger while newcomers wait."""
+    """Factor of forecasts before they are compared with a deadline; larger while newcomers wait. Releases from 0.2 on tell
+    both of its values (12, 13), between which the factor grows with a request's wait.
+    """
     is_busy: _builtins.bool
     """A newcomer waits for others."""
     full_step_seconds: _builtins.float
     """Time from one step in which every tenant takes part to the next."""
     uneven_seconds: _builtins.float
     """Seconds by which the running requests will end later than if they had begun one after the other."""
+    least_headroom: _builtins.float
+    """Factor of a request that does not wait, and of one that waits for a quarter of the time that it is served, or longer."""
+    most_headroom: _builtins.float
+    free_places: _builtins.int
+    """Sequences that would begin in the next step; 0 while newcomers wait."""
     @_builtins.property
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantWaiting]:
         """The tenants with the most waiting tokens, at most 64."""
@@ -196,10 +210,13 @@ class Pace(_message.Message):
         output_shares: _abc.Iterable[_builtins.float] | None = ...,
         full_step_seconds: _builtins.float = ...,
         uneven_seconds: _builtins.float = ...,
+        least_headroom: _builtins.float = ...,
+        most_headroom: _builtins.float = ...,
+        free_places: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "full_step_seconds", b"full_step_seconds", "headroom", b"headroom", "is_busy", b"is_busy", "least_step_seconds", b"least_step_seconds", "output_shares", b"output_shares", "output_tokens", b"output_tokens", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second", "uneven_seconds", b"uneven_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "free_places", b"free_places", "full_step_seconds", b"full_step_seconds", "headroom", b"headroom", "is_busy", b"is_busy", "least_headroom", b"least_headroom", "least_step_seconds", b"least_step_seconds", "most_headroom", b"most_headroom", "output_shares", b"output_shares", "output_tokens", b"output_tokens", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second", "uneven_seconds", b"uneven_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

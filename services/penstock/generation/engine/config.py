@@ -86,8 +86,9 @@ class EngineOptions:
     )
     wait_headroom: float = option(
         2.0,
-        "Further factor on the forecast of a request that has to wait: other programs may slow the machine down in "
-        "that time. It grows, up to 4, after requests have taken longer than it allows.",
+        "Further factor on the forecast of a request that has to wait for a quarter of its time or longer, and a part "
+        "of it for a shorter wait: other programs may slow the machine down in that time. It grows, up to 4, after "
+        "requests have taken longer than it allows.",
         group=BATCHING,
         minimum=1.0,
     )

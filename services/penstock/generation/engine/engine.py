@@ -132,6 +132,10 @@ class Engine:
         """True when `step` would compute or return something."""
         return self._scheduler.has_work or bool(self._dirty)
 
+    def now(self) -> float:
+        """Return the time of the engine's clock. Thread-safe."""
+        return self._clock()
+
     @property
     def num_waiting(self) -> int:
         """Number of accepted requests that are not running."""
@@ -437,6 +441,7 @@ class Engine:
             pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
             step=self.stats.steps,
             pace=self._pace(running_sequences),
+            measured_at=self._clock(),
         )
         if self._scheduler.host is None:
             return load
@@ -664,9 +669,11 @@ class Engine:
         if waiting.has_idle_only:
             # They give way.
             running_sequences -= self._scheduler.num_sequences_of(IDLE_TENANT)
-        is_busy = self._leaves_waiting or running_sequences + num_coming >= self.config.max_running_sequences
+        free_places = max(self.config.max_running_sequences - running_sequences - num_coming, 0)
         is_idle = not self._scheduler.has_work or waiting.is_idle_alone
-        return self._meter.pace(waiting.waiting_tokens, self._clock(), is_busy=is_busy, is_idle=is_idle)
+        return self._meter.pace(
+            waiting.waiting_tokens, self._clock(), 0 if self._leaves_waiting else free_places, is_idle=is_idle
+        )
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs = [group.report.take() for group in self._dirty]

@@ -161,7 +161,12 @@ class EngineLoop:
         """Load after the last step; requests accepted since then count as waiting. Thread-safe."""
         with self._condition:
             load, unseen = self._load, self._num_unseen
-        return load._replace(waiting_requests=load.waiting_requests + unseen) if unseen else load
+        if unseen:
+            return load._replace(waiting_requests=load.waiting_requests + unseen)
+        if load.waiting_requests or load.running_requests:
+            return load
+        # Nothing has come since the last step: its figures are those of now.
+        return load._replace(measured_at=self._engine.now())
 
     @property
     def step_in_progress(self) -> StepView:

@@ -114,8 +114,10 @@ class PaceMeter:
             forecast = expected.wait_seconds if started is None else expected.seconds(generated)
             self._errors.note(now - arrival, forecast * self._headroom, now)
 
-    def pace(self, waiting: Mapping[str, float], now: float, *, is_busy: bool, is_idle: bool) -> Pace:
-        """Return the figures at `time`. `waiting`: waiting tokens, by tenant. `is_idle`: nothing runs or waits.
+    def pace(self, waiting: Mapping[str, float], now: float, free_places: int, *, is_idle: bool) -> Pace:
+        """Return the figures at `now`. `waiting`: waiting tokens, by tenant. `is_idle`: nothing runs or waits.
+
+        `free_places`: sequences that would begin in the next step; 0: a newcomer waits for others.
 
         The next steps of an idle engine are taken to be the fastest known. If the last, perhaps slowest, steps counted
         instead, every request could be refused and the pace would never be measured again.
@@ -132,10 +134,12 @@ class PaceMeter:
             self._output_tokens,
             self._output_shares,
             self._batch_tokens,
-            self._headroom * self._errors.headroom if is_busy else self._headroom,
-            is_busy,
+            self._headroom,
+            self._errors.headroom,
+            not free_places,
             waiting,
-            self._ages.uneven_seconds(now, self.step_seconds) if is_busy else 0.0,
+            self._ages.uneven_seconds(now, self.step_seconds),
+            free_places,
         )
 
     def _note_least(self, seconds: float) -> None:

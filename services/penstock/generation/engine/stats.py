@@ -122,6 +122,8 @@ class EngineLoad(NamedTuple):
     host_blocks_evictable: int = 0
     # Waiting requests with their blocks in the host pool.
     swapped_requests: int = 0
+    # Time of these figures on the engine's clock.
+    measured_at: float = 0.0
 
     @property
     def kv_usage(self) -> float:

@@ -365,9 +365,12 @@ def _pace(pace: Pace) -> admin_pb2.Pace:
         output_tokens=pace.output_tokens,
         output_shares=pace.output_shares,
         batch_tokens=pace.batch_tokens,
-        headroom=pace.headroom,
+        headroom=pace.headroom * pace.wait_headroom if pace.is_busy else pace.headroom,
+        least_headroom=pace.headroom,
+        most_headroom=pace.headroom * pace.wait_headroom,
         uneven_seconds=pace.uneven_seconds,
         is_busy=pace.is_busy,
+        free_places=pace.free_places,
         waiting=[admin_pb2.TenantWaiting(fair_share_key=key, tokens=tokens) for key, tokens in most],
     )
 

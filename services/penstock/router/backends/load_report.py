@@ -35,6 +35,8 @@ class LoadReport:
     kv_pressure: float = 0.0
     adapters_version: int = 0
     pace: Pace = field(default_factory=Pace)
+    # Time of these figures on a clock of that process; 0: it does not tell.
+    measured_at: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -59,6 +61,7 @@ def from_load(load: admin_pb2.Load) -> LoadReport:
         kv_pressure=load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0,
         adapters_version=load.adapters_version,
         pace=to_pace(load),
+        measured_at=load.measured_at if abs(load.measured_at) < _MOST_FIGURE else 0.0,
     )
 
 
@@ -74,6 +77,8 @@ def to_pace(report: admin_pb2.Load) -> Pace:
         pace.full_step_seconds,
         pace.output_tokens,
         pace.headroom,
+        pace.least_headroom,
+        pace.most_headroom,
         pace.uneven_seconds,
         *pace.output_shares,
         *(entry.tokens for entry in pace.waiting),
@@ -89,8 +94,10 @@ def to_pace(report: admin_pb2.Load) -> Pace:
         output_tokens=pace.output_tokens,
         output_shares=tuple(pace.output_shares),
         batch_tokens=max(pace.batch_tokens, 1),
-        headroom=pace.headroom,
+        headroom=pace.least_headroom or pace.headroom,
+        wait_headroom=pace.most_headroom / pace.least_headroom if pace.least_headroom else 1.0,
         is_busy=pace.is_busy,
         waiting={entry.fair_share_key: entry.tokens for entry in pace.waiting},
         uneven_seconds=pace.uneven_seconds,
+        free_places=pace.free_places,
     )

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from penstock.common.pace import Demand, Pace
 from penstock.router.backends.load_report import LoadReport
+from penstock.router.backends.report_age import ReportAge
 
 
 class LoadView:
     """Last report of a backend, corrected by our own requests. Implements policy.CandidateLoad."""
 
-    def __init__(self, in_flight: Callable[[], int], idle_in_flight: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        in_flight: Callable[[], int],
+        idle_in_flight: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Make it: nothing is reported. `in_flight`: number of our requests that are there now; `idle_in_flight`: of
         those that use idle capacity only."""
-        self._in_flight, self._idle_in_flight = in_flight, idle_in_flight
+        self._in_flight, self._idle_in_flight, self._clock = in_flight, idle_in_flight, clock
         self.connect()
 
     def connect(self) -> None:
@@ -23,20 +31,33 @@ class LoadView:
         self._report = LoadReport()
         self._reported_in_flight = self._reported_idle = 0
         self._num_reports = self._progress = 0
+        self._age = ReportAge()
+        # Requests that no report counts yet, in order: the time, the tenant and its tokens; and their sums.
+        self._sent: deque[tuple[float, str, float]] = deque()
         self._sent_tokens: dict[str, float] = {}
 
     def take(self, report: LoadReport) -> None:
-        """Take a report: it counts all that was sent so far."""
+        """Take a report: it counts what had arrived there when its figures were measured.
+
+        A request takes as long to get there as a report takes to get here.
+        """
         self._num_reports += 1
         self._progress += report.is_stepping or report.step != self._report.step
         self._report = report
         self._reported_in_flight, self._reported_idle = self._in_flight(), self._idle_in_flight()
+        now = self._clock()
+        counted_until = now - 2 * self._age.of(report.measured_at, now)
+        while self._sent and self._sent[0][0] <= counted_until:
+            self._sent.popleft()
         self._sent_tokens.clear()
+        for _, tenant, tokens in self._sent:
+            self._add_sent(tenant, tokens)
 
     def note_sent(self, demand: Demand) -> None:
         """Note a request that is sent now."""
-        sent = self._sent_tokens
-        sent[demand.tenant] = sent.get(demand.tenant, 0.0) + self.pace.tokens(demand)
+        tokens = self.pace.tokens(demand)
+        self._sent.append((self._clock(), demand.tenant, tokens))
+        self._add_sent(demand.tenant, tokens)
 
     @property
     def report(self) -> LoadReport:
@@ -98,5 +119,8 @@ class LoadView:
 
     @property
     def sent_tokens(self) -> Mapping[str, float]:
-        """Tokens that were sent since the report, by tenant."""
+        """Tokens that were sent and that the report does not count, by tenant."""
         return self._sent_tokens
+
+    def _add_sent(self, tenant: str, tokens: float) -> None:
+        self._sent_tokens[tenant] = self._sent_tokens.get(tenant, 0.0) + tokens

@@ -337,7 +337,7 @@ def test_a_pace_travels_in_the_load_report() -> None:
     shares = [0.0] * 33
     shares[5] = 0.5
     waiting = {f"tenant-{number}": float(number) for number in range(100)}
-    pace = Pace(1.5, 0.25, 0.125, 0.5, 48.0, shares, 256, 1.25, True, waiting)
+    pace = Pace(1.5, 0.25, 0.125, 0.5, 48.0, shares, 256, 1.25, 2.0, True, waiting)
     message = convert.from_load(EngineLoad(step=3, pace=pace), StepView(), 2, 10, "p")
     assert message.step == 3
     back = to_pace(message)

@@ -15,7 +15,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.in_flight = self.idle_in_flight = 0
-        self.view = LoadView(lambda: self.in_flight, lambda: self.idle_in_flight)
+        self.now = 100.0
+        self.view = LoadView(lambda: self.in_flight, lambda: self.idle_in_flight, lambda: self.now)
 
 
 def test_requests_sent_since_the_report_count() -> None:
@@ -55,6 +56,32 @@ def test_a_queue_without_a_bound_has_room() -> None:
     seen = Seen()
     seen.view.take(LoadReport(waiting_requests=100))
     assert seen.view.room == math.inf
+
+
+def test_what_was_sent_after_the_figures_were_measured_still_counts() -> None:
+    """A late report has figures of a time at which the last requests had not arrived."""
+    seen = Seen()
+    # It took no time: the quickest of all.
+    seen.view.take(LoadReport(measured_at=5.0))
+    seen.now += 1.0
+    seen.view.note_sent(Demand("a", 10, 0))
+    seen.now += 0.05
+    seen.view.note_sent(Demand("a", 20, 0))
+    seen.view.note_sent(Demand("b", 40, 0))
+    seen.now += 0.01
+    seen.view.take(LoadReport(measured_at=6.045))
+    assert seen.view.sent_tokens == {"a": 20, "b": 40}
+    seen.now += 0.1
+    seen.view.take(LoadReport(measured_at=6.16))
+    assert not seen.view.sent_tokens
+
+
+def test_a_backend_that_tells_no_time_counts_all_that_was_sent() -> None:
+    seen = Seen()
+    seen.view.take(LoadReport())
+    seen.view.note_sent(Demand("a", 10, 0))
+    seen.view.take(LoadReport())
+    assert not seen.view.sent_tokens
 
 
 def test_tokens_count_until_the_next_report() -> None:
