@@ -595,30 +595,33 @@ class _Exchange:
             first = await known_errors(answer.first() if isinstance(answer, Followed) else anext(answer))
             self._metrics.first_token.observe_traced(time.monotonic() - self._begin, exemplar())
             self.status = 200
+            self.connection.hold_head()
             await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *call.headers()]})
             await self._send({"type": "http.response.body", "body": first, "more_body": True})
+            last = b""
             try:
-                await (self._follow(answer) if isinstance(answer, Followed) else self._send_pieces(answer))
+                if isinstance(answer, Followed):
+                    last = await self._follow(answer)
+                else:
+                    await self._send_pieces(answer)
             except (PenstockError, grpc.RpcError) as error:
                 # The status was sent: the error is an event, and no [DONE] follows it.
                 known = error if isinstance(error, PenstockError) else from_rpc_error(error)
                 self.status, self.reason, self.field = status_of(known), known.reason, known.field
                 last = self._errors.last_event(known, call.names)
-                await self._send({"type": "http.response.body", "body": last, "more_body": True})
             except Exception:
                 _log.exception("a stream failed", route=self._scope.get("path"))
                 self.status, self.reason = 500, "INTERNAL"
                 last = self._errors.last_event(internal(), call.names)
-                await self._send({"type": "http.response.body", "body": last, "more_body": True})
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send_piece(last, is_last=True)
         finally:
             if isinstance(answer, Followed):
                 answer.stream.close()
             elif (close := getattr(answer, "aclose", None)) is not None:
                 await close()
 
-    async def _follow(self, answer: Followed) -> None:
-        """Write events in the turn in which their deltas come, while the connection takes them."""
+    async def _follow(self, answer: Followed) -> bytes:
+        """Write events in the turn in which their deltas come, while the connection takes them. Return the last one."""
         write, left = self.connection.write_piece, b""
 
         def take(deltas: list[Delta]) -> bool:
@@ -631,15 +634,15 @@ class _Exchange:
 
         while not await answer.stream.run(take):
             await self._send_piece(left)
-        await self._send_piece(await answer.end())
+        return await answer.end()
 
     async def _send_pieces(self, pieces: AsyncIterator[bytes]) -> None:
         async for piece in pieces:
             await self._send_piece(piece)
 
-    async def _send_piece(self, piece: bytes) -> None:
+    async def _send_piece(self, piece: bytes, *, is_last: bool = False) -> None:
         self._sending_since = asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
         self._sending_since = None
 
     async def refuse(self, error: PenstockError, call: HttpCall | None) -> None:
@@ -657,6 +660,7 @@ class _Exchange:
     async def _send_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         length = (b"content-length", str(len(body)).encode())
+        self.connection.hold_head()
         await self._send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
         self._sending_since = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

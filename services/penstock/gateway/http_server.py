@@ -54,12 +54,37 @@ class _Transport:
 
     def __init__(self, own: asyncio.Transport, connection: HttpConnection) -> None:
         self._connection = connection
-        self.write, self.abort, self.get_extra_info = own.write, connection.abort, own.get_extra_info
+        self.write: Callable[[bytes], None] = own.write
+        self.abort, self.get_extra_info = connection.abort, own.get_extra_info
         self.pause_reading, self.resume_reading = own.pause_reading, own.resume_reading
         self._own = own
+        # An answer's head that waits for the begin of its body.
+        self._head = b""
+
+    def hold_head(self) -> None:
+        """Send the next write with the one behind it, in one system call. `release` sends it in any case."""
+        self.write = self._hold
+
+    def release(self) -> None:
+        """Send what is held."""
+        self.write = self._own.write
+        if self._head:
+            self.write(self._take_head())
+
+    def _hold(self, head: bytes) -> None:
+        self._head, self.write = head, self._write_behind
+
+    def _write_behind(self, data: bytes) -> None:
+        self.write = self._own.write
+        self.write(self._take_head() + data)
+
+    def _take_head(self) -> bytes:
+        head, self._head = self._head, b""
+        return head
 
     def close(self) -> None:
         """See HttpConnection.close."""
+        self.release()
         self._connection.close()
 
     def is_closing(self) -> bool:
@@ -361,6 +386,11 @@ class HttpConnection(HttpToolsProtocol):
         """Note that a request is in progress: its connection does not make room for others."""
         self.everyone.begin_work(self)
 
+    def hold_head(self) -> None:
+        """Send the head of the next answer with the begin of its body: a system call less for each answer."""
+        if isinstance(self.transport, _Transport):
+            self.transport.hold_head()
+
     def write_piece(self, piece: bytes) -> bool:
         """Send a piece of a chunked answer after its head, in one system call and without a coroutine.
 
@@ -387,6 +417,9 @@ class HttpConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
+        if isinstance(self.transport, _Transport):
+            # The answer to a HEAD has no body.
+            self.transport.release()
         super().on_response_complete()
         if not self.is_stranger and not self.pipeline:
             self.everyone.end_work(self)

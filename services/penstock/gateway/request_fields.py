@@ -7,7 +7,7 @@ and vLLM's names. A field that nothing has read by the time the request is made 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from penstock_client import GenerationOptions, check_options
@@ -27,6 +27,9 @@ _OWN_NAMES = frozenset(GenerationOptions.__optional_keys__) - {
     # JSON answers cannot hold tensors.
     *("output_scores", "output_logits", "output_hidden_states", "output_attentions", "scores_top_k", "tensor_steps"),
 }
+# Options by their other names, and the order in which these count.
+_ALIAS_OF = {name: option for option, names in ALIASES.items() for name in names}
+_ALIAS_ORDER = {name: number for number, name in enumerate(_ALIAS_OF)}
 _TENSORS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 # Options that ask for sampling when nothing else says how to decode.
 _SAMPLING = tuple(name for name, spec in CONFIG.items() if spec.is_sampling_only)
@@ -52,8 +55,7 @@ _HINTS = {name: spec.kind.hint for rows in SECTIONS.values() for name, spec in r
 
 def other_names() -> dict[str, str]:
     """Return the further names of options, each with the option's own."""
-    found = {other: name for name, others in ALIASES.items() for other in others}
-    return found | {f"guided_{other}": name for name, other in VLLM_CONSTRAINTS.items()}
+    return _ALIAS_OF | {f"guided_{other}": name for name, other in VLLM_CONSTRAINTS.items()}
 
 
 class Fields:
@@ -66,6 +68,10 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return self._body.get(name) is not None
+
+    def present(self, names: Collection[str]) -> list[str]:
+        """Return those of `names` (a set or a mapping) that the body has and that are not null, in its order."""
+        return [name for name, value in self._body.items() if name in names and value is not None]
 
     def raw(self, name: str) -> Any:
         """Take a field unchanged; None if it is absent or null."""
@@ -86,7 +92,11 @@ class Fields:
         """Report untaken fields that ask for something. Raises InvalidArgument naming one that would change the answer,
         or any one if the configuration refuses unknown fields."""
         left = [name for name, value in self._body.items() if name not in self._taken and not _is_off(name, value)]
-        note_fields(unknown_fields(left, self._taken | _OWN_NAMES, refuse=self._call.config.unknown_fields == "refuse"))
+        if not left:
+            note_fields(())
+            return
+        known = self._taken | _OWN_NAMES | _ALIAS_OF.keys()
+        note_fields(unknown_fields(left, known, refuse=self._call.config.unknown_fields == "refuse"))
         self._call.ignore(*left)
 
 
@@ -116,12 +126,11 @@ def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
         if value is not None and options.get(option) is None:
             options[option], call.names[option] = value, name
 
-    for option, names in ALIASES.items():
-        for name in names:
-            put(option, name, fields.raw(name))
-    for name in _OWN_NAMES:
-        if name in fields:
-            put(name, name, fields.raw(name))
+    # The first of an option's names counts.
+    for name in sorted(fields.present(_ALIAS_OF), key=_ALIAS_ORDER.__getitem__):
+        put(_ALIAS_OF[name], name, fields.raw(name))
+    for name in fields.present(_OWN_NAMES):
+        put(name, name, fields.raw(name))
     for name in _TENSORS:
         if fields.raw(name):
             raise InvalidArgument(name, "tensors are not available over HTTP: use the gRPC service")

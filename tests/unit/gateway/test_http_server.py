@@ -6,7 +6,7 @@ import errno
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.gateway.http_server import HttpConnection
+from penstock.gateway.http_server import HttpConnection, _Transport
 
 
 def test_a_piece_is_a_chunk_and_an_empty_one_does_not_end_the_answer() -> None:
@@ -20,6 +20,29 @@ def test_a_piece_is_a_chunk_and_an_empty_one_does_not_end_the_answer() -> None:
     assert written == [b"c\r\ntwelve bytes\r\n"]
     protocol.flow.write_paused = True
     assert not protocol.write_piece(b"more")
+
+
+def test_a_head_goes_out_with_the_begin_of_its_body() -> None:
+    written: list[bytes] = []
+    own: Any = SimpleNamespace(
+        write=written.append, get_extra_info=None, pause_reading=None, resume_reading=None, is_closing=lambda: False
+    )
+    connection: Any = SimpleNamespace(abort=None, is_closing=False, close=lambda: written.append(b"closed"))
+    transport = _Transport(own, connection)
+    transport.hold_head()
+    transport.write(b"head,")
+    assert not written
+    transport.write(b"body")
+    transport.write(b"more")
+    assert written == [b"head,body", b"more"]
+    # An answer without a body.
+    for end in (transport.release, transport.close):
+        written.clear()
+        transport.hold_head()
+        transport.write(b"head")
+        end()
+        transport.write(b"next")
+        assert [*written[:1], *written[-1:]] == [b"head", b"next"]
 
 
 def test_a_connection_that_its_other_end_cut_off_is_closed_without_an_error() -> None:
