@@ -113,7 +113,8 @@ class EngineOptions:
     idle_share: float = option(
         0.25,
         "Share of --max-running-sequences, --max-batch-tokens and --max-queued-requests that requests of idle capacity "
-        "may have. They rest while there are others; a new request waits for their step under way.",
+        "may have. They rest while there are others; a new request waits for their step under way. For "
+        "--tenant-memory-seconds after others, their steps have this share of the time, too.",
         group=BATCHING,
         minimum=0.01,
         maximum=1.0,

@@ -37,6 +37,7 @@ from penstock.generation.engine.end_times import EndTimes, wait_too_long
 from penstock.generation.engine.engine_listener import EngineListener, Listeners
 from penstock.generation.engine.event_counter import EventCounter
 from penstock.generation.engine.fairness.fair_turns import FairTurns
+from penstock.generation.engine.fairness.idle_rest import IdleRest
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.ngram_memory import NgramMemory
 from penstock.generation.engine.pace_meter import PaceMeter
@@ -111,6 +112,7 @@ class Engine:
         self._memory = NgramMemory(config, clock)
         # Replaced by the replay of a trace.
         self.turns = FairTurns(config.tenant_slowdown)
+        self._idle_rest = IdleRest(config.idle_share)
         # End of the last step, while work goes on: the time from here on counts for the next step.
         self._last_step_end: float | None = None
         # The last step had no room for all waiting work.
@@ -135,6 +137,10 @@ class Engine:
     def now(self) -> float:
         """Return the time of the engine's clock. Thread-safe."""
         return self._clock()
+
+    def rest_seconds(self) -> float:
+        """Return the seconds until the next step is due: requests of idle capacity, alone here, rest beside callers."""
+        return self._idle_rest.seconds(self._clock()) if self._scheduler.waiting.is_idle_alone else 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -631,6 +637,10 @@ class Engine:
         scheduler = self._scheduler
         if scheduler.waiting.has_idle_only and IDLE_TENANT not in scheduler.resting:
             # It says nothing about the steps of others, which it rests in.
+            if scheduler.waiting.has_callers:
+                self._idle_rest.stepped(end - started, end)
+                # The rest is no part of the next step.
+                self._last_step_end = None
             return
         resting, waiting = scheduler.resting, scheduler.waiting.num_pressing > 0
         # No set is made for a step without such requests.

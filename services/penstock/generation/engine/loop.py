@@ -41,7 +41,7 @@ class EngineLoop:
     `call_soon_threadsafe`.
 
     A queued request needs no timer for its deadline: while a request is queued or running the engine steps, and every
-    step first ends overdue requests.
+    step first ends overdue requests. Those of idle capacity rest between their steps for a multiple of a step's time.
     """
 
     def __init__(
@@ -291,15 +291,26 @@ class EngineLoop:
             self._end(failed=False)
 
     def _wait_for_work(self) -> bool:
-        """Carry out the commands of the inbox; sleep while there is no command and no work. False: stop."""
-        with self._condition:
-            while not (self._inbox or self._stopping or self._engine.has_work):
-                self._condition.wait()
-            if self._stopping:
-                return False
-            self._take_inbox()
-        self._run_commands()
-        return True
+        """Carry out the commands of the inbox; sleep while there is no command, and no work or work that rests.
+
+        False: stop.
+        """
+        engine = self._engine
+        while True:
+            with self._condition:
+                while not (self._inbox or self._stopping):
+                    seconds = engine.rest_seconds() if engine.has_work else None
+                    if seconds == 0.0:
+                        return True
+                    self._condition.wait(seconds)
+                if self._stopping:
+                    return False
+                self._take_inbox()
+            self._run_commands()
+            if not engine.rest_seconds():
+                return True
+            # No step follows the commands now.
+            engine.watch.end()
 
     def _take_inbox(self) -> None:
         """Move commands out of the inbox. The condition is held."""

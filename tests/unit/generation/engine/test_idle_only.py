@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from factories.engine.fake_engine import (
     Answer,
     FakeRunner,
@@ -14,6 +15,8 @@ from factories.engine.fake_engine import (
 from penstock.common.idle_only import IDLE_TENANT
 from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Request
+from penstock.generation.core.step import RunnerOutput, SchedulerOutput
+from penstock.generation.engine.engine import Engine
 
 
 def idle(prompt: list[int], **facts: object) -> Request:
@@ -112,3 +115,75 @@ def test_the_load_tells_how_many_there_are_waiting_or_running() -> None:
     assert (load.waiting_requests + load.running_requests, load.idle_only_requests) == (3, 2)
     run(engine, answers=answers)
     assert engine.load().idle_only_requests == 0
+
+
+class Clock:
+    """A clock that steps set."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowRunner(FakeRunner):
+    """Runner with steps of two seconds."""
+
+    clock: Clock
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        self.clock.now += 2.0
+        return super().execute(output)
+
+
+def slow_engine(**config: float) -> tuple[Engine, Clock]:
+    settings = engine_config(tenant_memory_seconds=50.0, **config)
+    runner, clock = SlowRunner(settings), Clock()
+    runner.clock = clock
+    return Engine(settings, runner, None, clock=clock), clock
+
+
+def test_while_no_other_request_was_there_they_do_not_rest() -> None:
+    engine, _ = slow_engine()
+    engine.add(idle([1]))
+    engine.step()
+    assert engine.rest_seconds() == 0.0
+
+
+@pytest.mark.parametrize(("share", "rest"), [(0.25, 6.0), (0.5, 2.0), (1.0, 0.0)])
+def test_after_others_their_steps_take_a_share_of_the_time(share: float, rest: float) -> None:
+    engine, clock = slow_engine(idle_share=share)
+    run(engine, request([2], max_new_tokens=1, arrival_time=clock.now))
+    engine.add(idle([1]))
+    for _ in range(2):
+        assert engine.rest_seconds() == 0.0
+        engine.step()
+        assert engine.rest_seconds() == rest
+        clock.now += rest
+    # Nobody came for --tenant-memory-seconds.
+    clock.now += 50.0
+    engine.step()
+    assert engine.rest_seconds() == 0.0
+
+
+def test_another_request_ends_their_rest() -> None:
+    engine, clock = slow_engine()
+    run(engine, request([2], max_new_tokens=1, arrival_time=clock.now))
+    engine.add(idle([1]))
+    engine.step()
+    assert engine.rest_seconds() == 6.0
+    engine.add(request([3], max_new_tokens=2, arrival_time=clock.now))
+    assert engine.rest_seconds() == 0.0
+
+
+def test_a_rest_is_not_counted_as_the_time_of_a_step() -> None:
+    engine, clock = slow_engine()
+    run(engine, request([2], max_new_tokens=1, arrival_time=clock.now))
+    engine.add(idle([1]))
+    engine.step()
+    clock.now += 6.0
+    engine.add(request([3], max_new_tokens=3, arrival_time=clock.now))
+    for _ in range(3):
+        engine.step()
+    assert engine.load().pace.least_step_seconds == 2.0
+    assert engine.load().pace.step_seconds == 2.0

@@ -22,6 +22,7 @@ from penstock.common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from penstock.common.idle_only import IDLE_TENANT
 from penstock.common.pace import Pace
 from penstock.generation.core.request import FinishReason, Request, RequestOutput
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
@@ -50,9 +51,9 @@ class GatedRunner(FakeRunner):
 class Bench:
     """A loop under test and everything it delivered."""
 
-    def __init__(self, runner: FakeRunner, nice: int = 0) -> None:
+    def __init__(self, runner: FakeRunner, nice: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.runner = runner
-        self.engine = Engine(runner.config, runner, None)
+        self.engine = Engine(runner.config, runner, None, clock=clock)
         self.answers: dict[str, Answer] = {}
         self.deliveries = 0
         self.failures: list[BaseException] = []
@@ -353,3 +354,57 @@ async def test_requests_that_no_step_has_seen_yet_count_in_the_forecast() -> Non
         with pytest.raises(DeadlineExceeded):
             bench.loop.submit(request([1], deadline=time.monotonic() - 1.0))
         runner.open()
+
+
+class TimedRunner(FakeRunner):
+    """Runner whose steps take a tenth of a second, by a clock that nothing else moves."""
+
+    now = 0.0
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        self.now += 0.1
+        return super().execute(output)
+
+
+def has_no_step(loop: EngineLoop) -> bool:
+    """Wait until no step is in progress; False after a minute."""
+    until = time.monotonic() + 60.0
+    while loop.step_in_progress.seconds and time.monotonic() < until:
+        time.sleep(0.001)
+    return loop.step_in_progress.seconds == 0.0
+
+
+async def test_while_idle_capacity_rests_commands_run_and_a_caller_begins_at_once() -> None:
+    runner = TimedRunner(engine_config())
+    bench = Bench(runner, clock=lambda: runner.now)
+    bench.loop.start()
+    try:
+        bench.loop.submit(caller := request([1], max_new_tokens=1))
+        await bench.end_of(caller)
+        bench.loop.submit(line := request([2], max_new_tokens=2, fair_share_key=IDLE_TENANT))
+        await bench.until(lambda: line.request_id in bench.answers)
+        # Its clock stands: the rest lasts.
+        for _ in range(3):
+            assert await asyncio.wrap_future(bench.loop.run_on_engine(lambda engine: engine.stats.steps)) == 2
+        assert await asyncio.to_thread(has_no_step, bench.loop)
+        bench.loop.submit(caller := request([3], max_new_tokens=1, arrival_time=runner.now))
+        await bench.end_of(caller)
+        assert bench.answers[line.request_id].finished is None
+        runner.now += 1.0
+        assert len((await bench.end_of(line)).ids[0]) == 2
+    finally:
+        await asyncio.to_thread(bench.loop.stop)
+
+
+async def test_a_rest_does_not_hold_up_the_end() -> None:
+    runner = TimedRunner(engine_config(idle_share=0.01))
+    bench = Bench(runner, clock=lambda: runner.now)
+    bench.loop.start()
+    bench.loop.submit(caller := request([1], max_new_tokens=1))
+    await bench.end_of(caller)
+    bench.loop.submit(line := request([2], max_new_tokens=2, fair_share_key=IDLE_TENANT))
+    await bench.until(lambda: line.request_id in bench.answers)
+    assert await asyncio.to_thread(bench.loop.stop)
+    finished = (await bench.end_of(line)).finished
+    assert finished is not None
+    assert isinstance(finished.error, PenstockError)

@@ -121,6 +121,11 @@ class FairQueue:
         return self.has_idle_only and len(self._live) == 1
 
     @property
+    def has_callers(self) -> bool:
+        """True when a request that uses more than idle capacity is here, or was a short time ago."""
+        return len(self._live) > self.has_idle_only or self._last[1] >= self.now - self._memory_seconds
+
+    @property
     def is_shared(self) -> bool:
         """True when several tenants have a request, or one has and another had one a short time ago."""
         if len(self._live) - self.has_idle_only > 1:
