@@ -33,6 +33,9 @@ PACKAGES = {
     "grpc_tools_ruby_protoc": "ruby-grpc-tools",
     "npm": "npm",
 }
+# What protoc and Ruby's compiler, which has no copy of its own, read from /usr/include.
+WELL_KNOWN = "google/protobuf/struct.proto"
+WELL_KNOWN_PACKAGE = "libprotobuf-dev"
 # ts-proto: services for grpc-js, bigint for 64 bits, unset optional fields as undefined.
 TS_OPTIONS = (
     "outputServices=grpc-js,esModuleInterop=true,forceLong=bigint,useOptionals=messages,oneof=properties,env=node"
@@ -42,7 +45,7 @@ GENERATED = re.compile(r"@javax\.annotation\.Generated\(.*?\)\n", re.DOTALL)
 
 
 class Missing(Exception):
-    """A program that is not installed."""
+    """A program, or what one reads, that is not installed."""
 
 
 def program(name: str) -> str:
@@ -59,8 +62,14 @@ def run(*command: str, cwd: Path = ROOT) -> None:
 
 
 def protoc(*flags: str, compiler: str = "protoc", more: Sequence[str] = ()) -> None:
-    """Run protoc over all protos of penstock.v1, and `more`."""
-    run(program(compiler), f"-I{PROTOS}", f"-I{google_protos()}", *flags, *SOURCES, *more)
+    """Run protoc over all protos of penstock.v1, and `more`. Raises Missing, subprocess.CalledProcessError."""
+    command = [program(compiler), f"-I{PROTOS}", f"-I{google_protos()}", *flags, *SOURCES, *more]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    # Its package does without them when recommended packages are left out.
+    if f"{WELL_KNOWN}: File not found" in done.stderr:
+        raise Missing(f"{compiler} finds no {WELL_KNOWN}: Debian's package {WELL_KNOWN_PACKAGE} has it")
+    sys.stderr.write(done.stderr)
+    done.check_returncode()
 
 
 def google_protos() -> Path:

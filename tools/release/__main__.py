@@ -111,6 +111,7 @@ class ReleaseBuild:
         if reason is not None:
             self.not_made["images"] = reason
             return
+        images.take_wheels(ROOT, self._checkout.folder)
         lines = []
         for role in images.ROLES:
             _print_step(f"image of the {role}")
