@@ -209,6 +209,8 @@ def compressed(
     def quantise(module: str, weight: Tensor) -> Quantised | None:
         if module in ignore:
             return None
+        if bits == 4 and is_float:
+            return _float4(weight, size, activations)
         if is_float:
             return _float8(weight, weights)
         found = grouped(weight, bits, size, symmetric=symmetric, ordered=ordered)
@@ -229,6 +231,28 @@ def compressed(
         return Quantised(tensors, found.dense)
 
     return config, quantise
+
+
+def _float4(weight: Tensor, group: int, activations: dict[str, Any] | None) -> Quantised:
+    """Quantise to 4-bit floats: with powers of two for 32 inputs, or float8 for 16 below one scale of the matrix."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    parts = weight.unflatten(1, (-1, group))
+    least = parts.abs().amax(2) / 6
+    if group == 32:
+        exponent = least.log2().ceil()
+        scale, tensors = exponent.exp2(), {"weight_scale": (exponent + 127).to(torch.uint8)}
+    else:
+        whole = 448 / least.max()
+        stored = (least * whole).to(torch.float8_e4m3fn)
+        scale, tensors = stored.float() / whole, {"weight_scale": stored, "weight_global_scale": whole[None]}
+    if activations is not None and activations.get("dynamic") == "local":
+        tensors["input_global_scale"] = torch.ones(1)
+    ratio = (parts / scale[:, :, None]).flatten(1)
+    code = (ratio.abs()[..., None] - numbers).abs().argmin(-1)
+    dense = (numbers[code] * ratio.sign()).unflatten(1, (-1, group)) * scale[:, :, None]
+    code = (code + 8 * (ratio < 0)).to(torch.uint8)
+    tensors["weight_packed"] = code[:, ::2] + 16 * code[:, 1::2]
+    return Quantised(tensors, dense.flatten(1))
 
 
 def _float8(weight: Tensor, scheme: dict[str, Any]) -> Quantised:
@@ -341,6 +365,8 @@ PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token
 FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 
 # Format -> (its packing, the form that its matrices run in).
 CASES: dict[str, tuple[tuple[dict[str, Any], Quantise], str]] = {
@@ -378,6 +404,9 @@ CASES: dict[str, tuple[tuple[dict[str, Any], Quantise], str]] = {
         compressed("float-quantized", {**FLOAT8, "strategy": "block", "block_structure": [32, 48]}),
         "float32",
     ),
+    "nvfp4": (compressed("nvfp4-pack-quantized", NVFP4, {**NVFP4, "dynamic": "local"}), "float32"),
+    "nvfp4-a16": (compressed("nvfp4-pack-quantized", NVFP4), "float32"),
+    "mxfp4": (compressed("mxfp4-pack-quantized", MXFP4), "float32"),
     "fp8-blocks": (fp8((32, 48)), "float32"),
     "fp8": (fp8(None), "float32"),
     "fp8-fbgemm": (fbgemm_fp8(), "float32"),

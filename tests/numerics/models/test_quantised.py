@@ -52,7 +52,9 @@ def load(folder: Path, device: type[CPUDevice] = CPUDevice, **options: Any) -> C
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", ["gptq", "gptq-asymmetric", "awq", "w8a8", "fp8-blocks", "nf4-nested", "torchao-int8"])
+@pytest.mark.parametrize(
+    "case", ["gptq", "gptq-asymmetric", "awq", "w8a8", "nvfp4", "fp8-blocks", "nf4-nested", "torchao-int8"]
+)
 def test_logits_are_those_of_the_numbers_that_it_means(tmp_path: Path, case: str) -> None:
     (config, quantise), form = CASES[case]
     pair = made.quantised_pair(tmp_path, config, quantise, layers=1)
@@ -119,13 +121,14 @@ def test_blocks_of_float8_hold_where_keys_and_values_are_compressed(tmp_path: Pa
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_eight_bits_in_groups_run_in_blocks(tmp_path: Path, dtype: str) -> None:
-    """A scale for each 32 inputs, which int8's product has not: as blocks of Q8_0, at their size."""
-    (config, quantise), _ = CASES["gptq-8"]
+@pytest.mark.parametrize(("case", "form"), [("gptq-8", "q8_0"), ("mxfp4", "mxfp4")])
+def test_a_scale_for_each_32_inputs_runs_in_blocks(tmp_path: Path, case: str, form: str, dtype: str) -> None:
+    """Eight bits, or 4-bit floats, which int8's and int4's products have not: as GGUF's blocks, at their size."""
+    (config, quantise), _ = CASES[case]
     pair = made.quantised_pair(tmp_path, config, quantise)
     exact = logits(load(pair.dense))
     model = load(pair.folder, _NativeCPU, dtype=dtype)
-    assert model.config.weight_forms == (("q8_0", 14),)
+    assert model.config.weight_forms == ((form, 14),)
     assert model.can_draw
     assert error(logits(model), exact) <= WORST["int4"] + (0 if dtype == "float32" else 0.03)
     assert load(pair.folder, _NativeCPU, quantization="none").config.weight_forms == (("float32", 14),)

@@ -119,6 +119,18 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
         {"num_bits": 8, "strategy": "token", "dynamic": True},
         "int8",
     ),
+    "NVFP4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "float8_e4m3fn"},
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+        "float32",
+    ),
+    "MXFP4A16": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "uint8"},
+        None,
+        "float32",
+    ),
     "fp8-channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, None, "float32"),
     "fp8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, None, "float32"),
     "fp8-block": (
@@ -136,7 +148,7 @@ def test_compressed_tensors(tmp_path: Path, name: str) -> None:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.forward import quantize
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     kind, weight_args, input_args, form = SCHEMES[name]
     args = QuantizationArgs(**weight_args)
@@ -153,8 +165,11 @@ def test_compressed_tensors(tmp_path: Path, name: str) -> None:
             continue
         module = tensor.removesuffix(".weight")
         low, high = _extremes(value, args)
-        scale, zero = calculate_qparams(low, high, args)
-        state = {"weight": value, "weight_scale": scale, "weight_zero_point": zero}
+        whole = (
+            {"weight_global_scale": generate_gparam(low.amin(), high.amax())} if args.strategy == "tensor_group" else {}
+        )
+        scale, zero = calculate_qparams(low, high, args, global_scale=whole.get("weight_global_scale"))
+        state = {"weight": value, "weight_scale": scale, "weight_zero_point": zero, **whole}
         packed = compressor.compress(dict(state), scheme)
         stored |= {f"{module}.{key}": one.contiguous().clone() for key, one in packed.items()}
         weights[tensor] = compressor.decompress(dict(packed), scheme)["weight"].float()
@@ -180,7 +195,7 @@ def _extremes(value: Tensor, args: Any) -> tuple[Tensor, Tensor]:
         return value.amin().view(1), value.amax().view(1)
     if args.strategy == "channel":
         return value.amin(1, keepdim=True), value.amax(1, keepdim=True)
-    if args.strategy == "group":
+    if args.strategy in ("group", "tensor_group"):
         parts = value.unflatten(1, (-1, args.group_size))
         return parts.amin(2), parts.amax(2)
     rows, columns = args.block_structure

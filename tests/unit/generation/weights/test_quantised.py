@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 MODULE = "model.layers.0.self_attn.q_proj"
 Q_WEIGHT = f"{MODULE}.weight"
 SHAPE = (64, 96)
-# Whole numbers of a byte with a scale for some multiple of 32 inputs.
-IN_BLOCKS = {"gptq-8", "w8a16-groups"}
+# Whole numbers of a byte with a scale for some multiple of 32 inputs, and 4-bit floats with a power of two for 32.
+IN_BLOCKS = {"gptq-8": "Q8_0", "w8a16-groups": "Q8_0", "mxfp4": "MXFP4"}
 
 
 class Files:
@@ -76,7 +76,7 @@ def test_rows_are_the_numbers_that_are_meant(case: str) -> None:
     # Pieces that begin and end anywhere.
     rows = torch.cat([matrix.rows(*span) for span in ((0, 3), (3, 50), (50, 64))])
     assert torch.allclose(rows, found.dense, rtol=1e-6, atol=0)
-    assert matrix.block_type == ("Q8_0" if case in IN_BLOCKS else "")
+    assert matrix.block_type == IN_BLOCKS.get(case, "")
     if matrix.block_type:
         assert torch.equal(block_numbers(matrix.block_type, matrix.block_rows(5, 40)), matrix.rows(5, 40))
     if matrix.form:
@@ -194,7 +194,12 @@ GROUP_0 = ("config_groups", "group_0")
         ("awq", ("version",), "gemv", "quantization_config.version 'gemv'"),
         ("awq", ("bits",), 3, "quantization_config.bits 3"),
         ("awq", ("zero_point",), False, "quantization_config.zero_point False"),
-        ("w8a8", ("format",), "nvfp4-pack-quantized", "quantization_config.format 'nvfp4-pack-quantized'"),
+        ("w8a8", ("format",), "mxfp8-quantized", "quantization_config.format 'mxfp8-quantized'"),
+        ("w8a8", ("format",), "nvfp4-pack-quantized", "group_0.weights.type 'int'"),
+        ("nvfp4", (*GROUP_0, "weights", "group_size"), 32, "group_0.weights.group_size 32"),
+        ("nvfp4", (*GROUP_0, "weights", "strategy"), "group", "group_0.weights.strategy 'group'"),
+        ("mxfp4", (*GROUP_0, "weights", "symmetric"), False, "group_0.weights.symmetric False"),
+        ("mxfp4", (*GROUP_0, "weights", "num_bits"), 8, "group_0.weights.num_bits 8"),
         ("w8a8", ("quantization_status",), "frozen", "quantization_config.quantization_status 'frozen'"),
         ("w8a8", ("kv_cache_scheme",), {"num_bits": 8}, "quantization_config.kv_cache_scheme"),
         ("w8a8", ("transform_config",), {"r1": {}}, "quantization_config.transform_config"),
@@ -240,6 +245,16 @@ def test_an_unsupported_variant_is_named_by_its_field(case: str, path: tuple[str
         ("w4a16", "weight_shape", lambda t: t + 1, "tensor {}.weight_shape says [65, 65]"),
         ("w4a16-asymmetric", "weight_zero_point", None, "lacks tensor {}.weight_zero_point"),
         ("w8a8", "weight_scale", lambda t: t[:5], "tensor {}.weight_scale has shape [5, 1]"),
+        ("nvfp4", "weight_global_scale", None, "lacks tensor {}.weight_global_scale"),
+        ("nvfp4", "weight_global_scale", lambda t: t * 0, "tensor {}.weight_global_scale is 0"),
+        (
+            "nvfp4",
+            "weight_scale",
+            lambda t: t.float(),
+            "tensor {}.weight_scale is stored as F32; supported are F8_E4M3",
+        ),
+        ("mxfp4", "weight_scale", lambda t: t | 255, "tensor {}.weight_scale has an exponent of 255"),
+        ("mxfp4", "weight_packed", lambda t: t[:, :9], "tensor {}.weight_packed has shape [64, 9]"),
         ("fp8-blocks", "weight_scale_inv", lambda t: t[:1], "tensor {}.weight_scale_inv has shape [1, 2]"),
         ("fp8-blocks", "weight_scale_inv", None, "lacks tensor {}.weight_scale_inv"),
         ("bitsandbytes-int8", "SCB", None, "lacks tensor {}.SCB"),

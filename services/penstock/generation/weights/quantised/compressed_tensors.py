@@ -2,8 +2,9 @@
 
 pack-quantized: weight_packed int32 (outputs, words), whole numbers counted from the lowest; int-quantized: weight int8
 (outputs, inputs); float-quantized: weight float8 likewise. weight_scale is (1), (outputs, 1), (outputs, groups) or
-(blocks of outputs, blocks of inputs). Schemes that quantise activations: our int8 product quantises them row by row,
-for any such scheme; otherwise they stay unquantised, which is nearer to the original model.
+(blocks of outputs, blocks of inputs). 4-bit floats are compressed_fp4.py's. Schemes that quantise activations: our int8
+product quantises them row by row, for any such scheme; otherwise they stay unquantised, or have a byte for 32 inputs
+beside blocks of MXFP4, which is nearer to the original model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8
+from penstock.generation.layers.linear.native import GROUP
 from penstock.generation.weights.quantised.base import (
     FLOATS,
     UNQUANTISED,
@@ -34,9 +36,10 @@ from penstock.generation.weights.quantised.base import (
     refuse,
     unpacked,
 )
+from penstock.generation.weights.quantised.compressed_fp4 import FP4_KINDS, Fp4Kind
 
 _PACKED, _INT, _FLOAT, _NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-_FORMATS = (_PACKED, _INT, _FLOAT, _NAIVE, "mixed-precision")
+_FORMATS = (_PACKED, _INT, _FLOAT, _NAIVE, *FP4_KINDS, "mixed-precision")
 _FLOAT8 = ("F8_E4M3",)
 
 
@@ -53,6 +56,8 @@ class _Scheme:
     group: int
     block: tuple[int, int]
     description: str
+    # Of 4-bit floats; None: it has others.
+    fp4: Fp4Kind | None = None
 
     @property
     def lowest(self) -> int:
@@ -93,7 +98,10 @@ class CompressedTensors(QuantFormat):
         words = dict.fromkeys(scheme.description for scheme in self._schemes)
         self.description = f"compressed-tensors {' and '.join(words)}"
         first = self._schemes[0]
-        if not first.is_float and first.bits <= 4 and first.group % 32 == 0:
+        if first.fp4 is not None:
+            # One without blocks is dequantised.
+            self.form = first.fp4.name if first.fp4.group == GROUP else ""
+        elif not first.is_float and first.bits <= 4 and first.group % 32 == 0:
             self.form = INT4 if first.symmetric else INT4_ASYMMETRIC
         elif not first.is_float and first.symmetric and first.strategy in ("channel", "tensor"):
             self.form = INT8
@@ -108,25 +116,9 @@ class CompressedTensors(QuantFormat):
             raise lying(
                 module, "weight", f"is quantised, but quantization_config.config_groups has no target for {module}"
             )
-        parts = {"weight_scale": Part(_vector_or(scheme, shape, files, f"{module}.weight_scale"))}
-        words = -(-shape[1] * scheme.bits // 32)
-        if scheme.is_packed:
-            parts["weight_packed"] = Part((shape[0], words), ("I32",))
-            parts["weight_shape"] = Part((2,), ("I64", "I32"), is_required=False)
-        else:
-            parts["weight"] = Part(shape, _FLOAT8 if scheme.is_float else ("I8",))
-        zeros: tuple[int, ...] = scheme.scales(shape)
-        if scheme.is_packed and not scheme.symmetric:
-            parts["weight_zero_point"] = Part((-(-zeros[0] * scheme.bits // 32), zeros[1]), ("I32",))
-        elif f"{module}.weight_zero_point" in files:
-            zeros = _vector_or(scheme, shape, files, f"{module}.weight_zero_point")
-            kinds = ("I8", "I32", *_FLOAT8, *FLOATS)
-            parts["weight_zero_point"] = Part(zeros, kinds, is_required=not scheme.symmetric)
-        elif not scheme.symmetric:
-            parts["weight_zero_point"] = Part(zeros, ("I8",))
-        parts["weight_g_idx"] = Part((shape[1],), ("I32", "I64"), is_required=False)
+        parts = _whole_parts(scheme, module, shape, files) if scheme.fp4 is None else scheme.fp4.parts(shape)
         # Scales of activations, calibrated beforehand, which nothing here needs.
-        for name in ("input_scale", "input_zero_point", "output_scale", "output_zero_point"):
+        for name in ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"):
             if f"{module}.{name}" in files:
                 stored = f"{module}.{name}"
                 parts[name] = Part(files.shape(stored), (files.stored_as(stored),), is_required=False)
@@ -137,6 +129,8 @@ class CompressedTensors(QuantFormat):
         scheme = self._scheme(module)
         if scheme is None:
             raise lying(module, "weight", "has no scheme")
+        if scheme.fp4 is not None:
+            return scheme.fp4.open(module, shape, tensors)
         scale = tensors["weight_scale"].float().reshape(scheme.scales(shape))
         if scheme.is_float:
             block = (1, shape[1]) if scheme.strategy == "channel" else scheme.block
@@ -181,6 +175,8 @@ def _scheme(group: ConfigReader, kind: str) -> _Scheme:
         raise group.error("weights", f"is missing: {UNQUANTISED}")
     kind = str(one_of(group, "format", _FORMATS[:-1], kind)) if group.has("format") or kind == _FORMATS[-1] else kind
     refuse(group, "output_activations", "quantised outputs")
+    if kind in FP4_KINDS:
+        return _fp4_scheme(group, weights, FP4_KINDS[kind])
     is_float = one_of(weights, "type", ("int", "float"), "int") == "float"
     is_packed = kind == _PACKED
     if is_packed and is_float:
@@ -198,12 +194,50 @@ def _scheme(group: ConfigReader, kind: str) -> _Scheme:
     inputs = group.mapping("input_activations")
     if inputs is not None:
         one_of(inputs, "num_bits", (8,), 8)
-    activations = "" if inputs is None else f", activations of {inputs.values.get('num_bits', 8)} bits"
+    activations = _activation_words(inputs)
     words = {"group": f"groups of {size}", "channel": "a scale a row", "tensor": "one scale", "block": "blocks"}
     kind_word = f"{'fp' if is_float else 'int'}{bits}{'' if is_float else ' symmetric' if symmetric else ' asymmetric'}"
     description = f"{kind_word}, {words[strategy]}{activations}"
     targets = _names(group, "targets")
     return _Scheme(targets, is_packed, is_float, bits, symmetric, strategy, size, block, description)
+
+
+def _activation_words(inputs: ConfigReader | None) -> str:
+    return "" if inputs is None else f", activations of {inputs.values.get('num_bits', 8)} bits"
+
+
+def _fp4_scheme(group: ConfigReader, weights: ConfigReader, fp4: Fp4Kind) -> _Scheme:
+    """Read a group of 4-bit floats. Raises StartupError naming the field that is not supported."""
+    one_of(weights, "type", ("float",), "int")
+    one_of(weights, "num_bits", (4,), 8)
+    one_of(weights, "strategy", (fp4.strategy,), fp4.strategy)
+    one_of(weights, "group_size", (fp4.group,), None)
+    one_of(weights, "symmetric", (True,), True)
+    one_of(weights, "dynamic", (False,), False)
+    description = f"{fp4.name}, groups of {fp4.group}{_activation_words(group.mapping('input_activations'))}"
+    return _Scheme(_names(group, "targets"), True, True, 4, True, fp4.strategy, fp4.group, (1, 1), description, fp4=fp4)
+
+
+def _whole_parts(scheme: _Scheme, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part]:
+    """Return the tensors of a matrix of whole numbers or short floats, but for the scales of activations."""
+    parts = {"weight_scale": Part(_vector_or(scheme, shape, files, f"{module}.weight_scale"))}
+    words = -(-shape[1] * scheme.bits // 32)
+    if scheme.is_packed:
+        parts["weight_packed"] = Part((shape[0], words), ("I32",))
+        parts["weight_shape"] = Part((2,), ("I64", "I32"), is_required=False)
+    else:
+        parts["weight"] = Part(shape, _FLOAT8 if scheme.is_float else ("I8",))
+    zeros: tuple[int, ...] = scheme.scales(shape)
+    if scheme.is_packed and not scheme.symmetric:
+        parts["weight_zero_point"] = Part((-(-zeros[0] * scheme.bits // 32), zeros[1]), ("I32",))
+    elif f"{module}.weight_zero_point" in files:
+        zeros = _vector_or(scheme, shape, files, f"{module}.weight_zero_point")
+        kinds = ("I8", "I32", *_FLOAT8, *FLOATS)
+        parts["weight_zero_point"] = Part(zeros, kinds, is_required=not scheme.symmetric)
+    elif not scheme.symmetric:
+        parts["weight_zero_point"] = Part(zeros, ("I8",))
+    parts["weight_g_idx"] = Part((shape[1],), ("I32", "I64"), is_required=False)
+    return parts
 
 
 def _block(weights: ConfigReader) -> tuple[int, int]:
