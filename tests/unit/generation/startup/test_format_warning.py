@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.quantised import CASES, quantised_pair
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model
 from penstock.generation.startup.format_warning import warn_of_format
@@ -21,3 +22,26 @@ def test_int4_at_load_is_told(tmp_path: Path, quantization: str, told: list[str]
         warn_of_format(quantization, model)
     assert [line["format"] for line in logs] == told
     assert all(line["log_level"] == "warning" and "--quantization int8" in line["advice"] for line in logs)
+
+
+@pytest.mark.parametrize(
+    ("case", "quantization", "told"),
+    [
+        ("w8a8", "auto", ["int8"]),
+        ("bitsandbytes-int8", "int8", ["int8"]),
+        ("w8a8", "none", []),
+        ("gptq", "auto", []),
+        # Its numbers are no bytes: they are made so here, of turned blocks.
+        ("nf4", "int8", []),
+    ],
+)
+def test_a_byte_a_row_of_a_checkpoint_is_told(tmp_path: Path, case: str, quantization: str, told: list[str]) -> None:
+    """Its weights are kept, and what it costs are the inputs, which no checkpoint has."""
+    folder = quantised_pair(tmp_path, *CASES[case][0], layers=1).folder
+    device = CPUDevice()
+    device.start(num_threads=1)
+    model = load_model(folder, dtype="bfloat16", quantization=quantization, device=device)
+    with capture_logs() as logs:
+        warn_of_format(quantization, model)
+    assert [line["format"] for line in logs] == told
+    assert all(line["log_level"] == "warning" and "--quantization none" in line["advice"] for line in logs)
