@@ -6,8 +6,9 @@
 Requests have prompts of 8 to 64 tokens of data/prose.txt, every third the beginning of another one's; half are greedy,
 half are sampled. Each is answered alone: its prompt in one step, in a pool with room. Then all are answered together,
 joining one after another, in a pool so small that some are preempted, with prompts cut into chunks and cached prefixes.
-A comparison is one request's ids, alone and in the crowd. The kernels promise equality in every format; the row says
-how many differ, how many preemptions and steps with rows of prompts there were, and the tokens of prefix hits.
+A comparison is one request's ids, alone and in the crowd. `gguf` is the published file in its blocks. The kernels
+promise equality in every format; the row says how many differ, how many preemptions and steps with rows of prompts
+there were, and the tokens of prefix hits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.common.checkpoint import resolve_model
 from penstock.evaluation.documents import documents_of
 from penstock.evaluation.number_format import NumberFormat
 from penstock.generation.attention.kv_cache import KVCachePool, kv_cache_dtype
@@ -38,7 +40,7 @@ from benchmarks._arguments import at_least, be_quiet, refuse
 from benchmarks._report import STDOUT, Report, Table, environment
 from benchmarks.accuracy_real import PROSE
 from benchmarks.checkpoints import CACHE
-from benchmarks.real_models import MODELS, bf16_folder
+from benchmarks.real_models import MODELS, bf16_folder, gguf_file
 
 BLOCK_SIZE, CONTEXT, LONGEST, SHORTEST = 4, 160, 64, 8
 FORMATS = {
@@ -49,6 +51,7 @@ FORMATS = {
         ("int8", "bfloat16", "int8"),
         ("int8-groups", "bfloat16", "int8-groups"),
         ("int4", "bfloat16", "int4"),
+        ("gguf", "bfloat16", "auto"),
     )
     for kv in ("auto", "int8")
 }
@@ -63,6 +66,13 @@ class Answers:
     preemptions: int
     prompt_steps: int
     prefix_hit_tokens: int
+
+
+def model_folder(name: str, format: NumberFormat, cache: Path) -> Path:
+    """Return the folder that a format is loaded from: of a file in its blocks that which a start makes of it."""
+    if format.quantization == "auto":
+        return Path(resolve_model(str(gguf_file(name, cache))))
+    return bf16_folder(name, cache)
 
 
 def prompts(folder: Path, count: int) -> list[list[int]]:
@@ -179,8 +189,7 @@ def measure(
     device.start(num_threads=options.threads)
     rows = []
     for name in options.models:
-        folder = bf16_folder(name, options.cache)
-        asked = prompts(folder, options.requests)
+        asked = prompts(bf16_folder(name, options.cache), options.requests)
         for label in options.formats:
             if (name, label) in known:
                 rows.append(known[name, label])
@@ -188,6 +197,7 @@ def measure(
                 continue
             format = FORMATS[label]
             began = time.monotonic()
+            folder = model_folder(name, format, options.cache)
             model = load_model(folder, dtype=format.dtype, quantization=format.quantization, device=device)
             different, crowd = compare(model, format, asked, options.tokens)
             seconds = round(time.monotonic() - began, 1)

@@ -19,7 +19,7 @@ from benchmarks.accuracy_real import FORMATS, documents, show_nothing
 from benchmarks.checkpoints import CACHE
 from benchmarks.real_models import MODELS, bf16_folder
 from benchmarks.same_ids import FORMATS as CROWD_FORMATS
-from benchmarks.same_ids import compare, prompts
+from benchmarks.same_ids import compare, model_folder, prompts
 
 # The tests have a cache of their own (conftest.py); the models are in the user's.
 HOME = Path(os.environ.get("PENSTOCK_REAL_MODELS") or CACHE)
@@ -127,10 +127,11 @@ def test_int8_of_a_row_is_the_same_in_any_batch_and_in_chunks(name: str) -> None
 @pytest.mark.parametrize("label", CROWD_FORMATS)
 def test_ids_are_the_same_alone_in_a_crowd_in_chunks_and_after_preemptions(name: str, label: str) -> None:
     """`python -m benchmarks same_ids` does the same with 2,000 requests."""
-    folder, device, format = bf16_folder(name, HOME), started(), CROWD_FORMATS[label]
+    device, format = started(), CROWD_FORMATS[label]
     if device.instruction_set is None:
         pytest.skip("a promise of the C++ kernels, which are not built")
+    folder = model_folder(name, format, HOME)
     model = load_model(folder, dtype=format.dtype, quantization=format.quantization, device=device)
-    different, crowd = compare(model, format, prompts(folder, 12), 12)
+    different, crowd = compare(model, format, prompts(bf16_folder(name, HOME), 12), 12)
     assert different == 0
     assert min(crowd.preemptions, crowd.prompt_steps, crowd.prefix_hit_tokens) > 0
