@@ -39,10 +39,9 @@ from benchmarks._report import Report
 _MIB = 2**20
 _LIBRARIES = "penstock_native-*"
 _READY = re.compile(r"^READY .*gRPC (\S+)")
-# The place before a mapping's line.
-_MAPPING = re.compile(r"^(?=[0-9a-f]+-[0-9a-f]+ )", re.MULTILINE)
-# Of a mapping without a file or a name.
-_ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ 0 *\n")
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ", re.MULTILINE)
+# Advice on a pool's pages may cut the first off its mapping. Blocks for named sequences make that larger.
+_SOME_PAGES = 1 << 20
 _COLUMNS = (
     *("start", "READY, s", "first answer, s", "processor to READY, s", "to the answer, s"),
     *("private MiB", "beyond bare MiB", "weights", "KV", "rest", "peak MiB"),
@@ -69,24 +68,14 @@ def private_memory(smaps: str) -> float:
 
 
 def pool_memory(smaps: str, num_bytes: int) -> float:
-    """Return the written MiB of a pool of `num_bytes`: of the smallest row of neighbouring mappings that has so many
-    bytes, since advice on some pages makes them mappings of their own; 0.0 where there is none."""
-    found = []
-    for text in _MAPPING.split(smaps):
-        if (mapping := _ANONYMOUS.match(text)) is None:
-            continue
-        begin, end = (int(address, 16) for address in mapping.groups())
-        (written,) = re.findall(r"^Rss: +(\d+) kB", text, re.MULTILINE)
-        found.append((begin, end, int(written)))
-    runs = []
-    for number, (begin, end, written) in enumerate(found):
-        for after, last, more in found[number + 1 :]:
-            if end - begin >= num_bytes or after != end:
-                break
-            end, written = last, written + more
-        if end - begin >= num_bytes:
-            runs.append((end - begin, written))
-    return min(runs)[1] / 1024 if runs else 0.0
+    """Return the written MiB of a pool of `num_bytes`: of the largest mapping; 0.0 where none is so large."""
+    places = [match.start() for match in _MAPPING.finditer(smaps)]
+    found = [
+        dict(re.findall(r"^(Size|Rss): +(\d+) kB", smaps[begin:end], re.MULTILINE))
+        for begin, end in zip(places, [*places[1:], len(smaps)], strict=True)
+    ]
+    largest = max(found, key=lambda one: int(one["Size"]))
+    return int(largest["Rss"]) / 1024 if int(largest["Size"]) * 1024 > num_bytes - _SOME_PAGES else 0.0
 
 
 def processor_seconds(pid: int) -> float:

@@ -38,17 +38,6 @@ def test_a_pools_pages_are_those_of_its_mapping() -> None:
     assert pool_memory(MAPPINGS, 5 << 30) == 0.0
 
 
-def test_a_pool_may_be_several_mappings_side_by_side() -> None:
-    """Pages with other advice are a mapping of their own. What lies beside the pool is not its."""
-    cut = MAPPINGS.replace(
-        "7f0000200000-7f0040201000 rw-p 00000000 00:00 0\nSize:            1048580 kB\nRss:                6144 kB",
-        "7f0000200000-7f0000400000 rw-p 00000000 00:00 0\nSize:               2048 kB\nRss:                  64 kB\n"
-        "7f0000400000-7f0040201000 rw-p 00000000 00:00 0\nSize:            1046532 kB\nRss:                1984 kB",
-    )
-    assert cut != MAPPINGS
-    assert pool_memory(cut, 1 << 30) == 2.0
-
-
 def test_this_process_has_the_pages_that_it_writes() -> None:
     # None is larger. Linux counts it against no limit (MAP_NORESERVE, which Python names since 3.13).
     size, unreserved = 64 << 30, 0x4000

@@ -123,15 +123,13 @@ class KVCachePool:
         # Block that is written and never read; None: there is none.
         self.scrap_block = all_blocks - 1 if has_scrap else None
         shape = (num_layers, 1 + has_values, all_blocks, block_size, num_kv_heads)
-        # The first blocks are taken first, in every layer.
-        regions = num_layers * (1 + has_values)
         try:
-            self._data = fresh_zeros((*shape, head_dim), dtype, device, regions=regions)
-            self._scales = fresh_zeros(shape, SCALE_DTYPE, device, regions=regions) if dtype is torch.int8 else None
+            self._data = fresh_zeros((*shape, head_dim), dtype, device)
+            self._scales = fresh_zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
             self._index = None
             if index is not None:
                 own = (index.num_layers, 1, all_blocks, block_size, index.dim)
-                self._index = fresh_zeros(own, index.dtype, device, regions=index.num_layers)
+                self._index = fresh_zeros(own, index.dtype, device)
         except (RuntimeError, MemoryError, ValueError) as error:  # ValueError: more than numpy can count
             raise StartupError(
                 f"cannot allocate a KV pool of {all_blocks * self.bytes_per_block} bytes ({all_blocks} blocks): "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
-from penstock.generation.attention.fresh_memory import _small_pages
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, quantise
 from penstock.generation.host.memory import AUTO_FRACTION, REST, host_memory, kv_pool_blocks, parse_memory
 
@@ -42,34 +40,6 @@ def test_memory_is_taken_as_blocks_are_written(dtype: torch.dtype) -> None:
     assert anonymous_bytes() - before < kv.num_bytes / 4
     assert kv.tensors[0].data_ptr() % 64 == 0
     assert not kv.key(1)[-1].any()
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's memory")
-def test_a_first_block_takes_no_large_page_in_each_layer() -> None:
-    """Keys and values of 30 layers are 60 places in the pool."""
-    kv = pool(num_blocks=2**17, layers=30)
-    before = anonymous_bytes()
-    for layer in range(30):
-        kv.key(layer)[0], kv.value(layer)[0] = 1, 2
-    # A large page has 2 MiB.
-    assert anonymous_bytes() - before < 60 * 2**17
-    assert kv.key(29)[0].float().mean() == 1
-    assert not kv.key(29)[1:].any()
-
-
-@given(st.integers(0, 2**20), st.integers(1, 2**26), st.integers(1, 70))
-def test_the_first_bytes_of_each_region_are_on_small_pages(page: int, num_bytes: int, regions: int) -> None:
-    address = page * 4096
-    places = _small_pages(address, num_bytes, regions)
-    assert all(first % 4096 == 0 and (address + last) % 2**21 == 0 for first, last in places)
-    assert all(before[1] < after[0] for before, after in pairwise(places))
-    for number in range(regions):
-        begin = number * num_bytes // regions
-        first, last = next(place for place in places if place[0] <= begin < place[1])
-        assert first <= begin
-        assert last >= begin + 2**18
-        # And no more of it than one large page.
-        assert regions > 1 or last < begin + 2**18 + 2**21
 
 
 def test_bytes_count_keys_and_values_of_all_layers() -> None:
