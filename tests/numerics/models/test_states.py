@@ -129,14 +129,11 @@ def test_an_aborted_request_gives_its_states_back(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("field", "arguments"),
     [
-        ("config.prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
-        ("config.lookahead_window", {"lookahead_window": 3}),
-        ("config.num_beam_groups", {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}),
         ("config.dola_layers", {"dola_layers": "low"}),
         ("output.output_attentions", {"output_attentions": True}),
     ],
 )
-def test_what_needs_an_earlier_state_is_refused(loaded: LoadedModel, field: str, arguments: dict[str, Any]) -> None:
+def test_what_needs_hidden_states_is_refused(loaded: LoadedModel, field: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as refused:
         generate(loaded, PROMPT, arguments)
     assert refused.value.field == field

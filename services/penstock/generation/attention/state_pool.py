@@ -1,9 +1,9 @@
 """States of recurrent layers: a slot for each sequence, of one size for sequences of any length, in addition to the
 keys and values of its blocks.
 
-A state cannot be cut back. So every read is checked against the next token. A model that changes states in place may
-keep one behind the last computed token: it then keeps what it needs of the later rows, and goes again through those
-that were not taken back (LaterRows).
+A state cannot be cut back. So every read is checked against the next token. A model may keep one behind the last
+computed token: it then keeps what it needs of the later rows (LaterRows), to bring the state to those that were not
+taken back.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ class StatePool:
         """Keep states, each after `num_tokens` of its sequence. `holds`: these slots are likely to be read next."""
         for slot, count in zip(states.slots, num_tokens, strict=True):
             self._lengths[slot] = count
+            if self._later:
+                self._later.pop(slot, None)
         if self._held is not None and (holds or not set(states.slots).isdisjoint(self._held.slots)):
             if self._held.slots == states.slots:
                 self._held = None
@@ -213,6 +215,13 @@ class StatePool:
     def keep_later(self, slot: int, layer: int, rows: tuple[Tensor, ...]) -> None:
         """Keep what a layer needs of the rows after a slot's new state, in place of earlier ones."""
         self._later.setdefault(slot, LaterRows()).layers[layer] = rows
+
+    def take_later(self, slot: int, number: int, count: int) -> None:
+        """Make what is kept under `number` the slot's state, which is then `count` tokens further."""
+        self._put_back()
+        for tensor, own in zip(self._tensors, self._later.pop(slot).layers[number], strict=True):
+            tensor[slot].copy_(own)
+        self._lengths[slot] += count
 
     def advance(self, slots: Sequence[int], num_tokens: Sequence[int], later: Sequence[int] | None = None) -> None:
         """Note that slots are after `num_tokens` of their sequences. The last `later` of them are rows after the

@@ -171,8 +171,8 @@ class EngineConfig(EngineOptions):
     max_context_tokens: int
     # Rows of one forward pass. At least max_running_sequences, so that every decoding sequence moves each step.
     max_batch_tokens: int = 512
-    # Layers keep a state after a sequence's last computed token: it cannot go back to an earlier one, and no block has
-    # it. So there is no host pool, and a prefix is shared only where one of the snapshots has the state after it.
+    # Layers keep a state after a sequence's last computed token, and no block has it. So there is no host pool, and a
+    # prefix is shared only where one of the snapshots has the state after it.
     keeps_states: bool = False
     num_state_snapshots: int = 0
     # Groups of layers, the one that reads all positions first. Blocks behind what a group's rows read are given back

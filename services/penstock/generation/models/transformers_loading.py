@@ -26,7 +26,7 @@ from penstock.generation.models.module_swaps import ModuleSwaps
 from penstock.generation.models.own_attention import take_over
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.self_check import check_paged
-from penstock.generation.models.state_limits import NOT_WHOLE, UNSUPPORTED
+from penstock.generation.models.state_limits import NOT_ATTENDED, NOT_WHOLE
 from penstock.generation.models.transformers_fallback import (
     NO_ATTENTIONS,
     NO_EMBEDS,
@@ -483,7 +483,7 @@ def _dense_bytes(causal: Any) -> int:
 
 
 def _unsupported(recording: Recording, config: ModelConfig) -> dict[str, str]:
-    found = dict(UNSUPPORTED) if recording.states else {}
+    found = dict(NOT_ATTENDED) if recording.states else {}
     if not all(call.is_plain(config.num_kv_heads) for call in recording.calls):
         found["output.output_attentions"] = NO_ATTENTIONS
     if config.index is not None:

@@ -2,13 +2,15 @@
 
 Rows of one step must not mix there. So a step goes through the modules in parts (B, T): sequences with the same number
 of tokens in the step are one batch; sequences at their beginning are apart from those that go on. Each part has a cache
-object of transformers' own class. It holds the states of its sequences; the keys are in the paged pool.
+object of transformers' own class. It holds the states of its sequences; the keys are in the paged pool. Steps with
+drafts have parts of their own (state_passes.py).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -16,18 +18,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.generation.attention.state_pool import HeldStates, StateTensor
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.state_pool import HeldStates, StatePool, StateTensor
 from penstock.generation.attention.transformers_interface import PagedStep, UnsupportedAttention, paged
+from penstock.generation.models.state_passes import RowRange, rounds, rows_of_step
 from penstock.generation.models.transformers_fallback import TransformersModel
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.base import Attention
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.hidden_keeper import StateKeeper
 
 # Names of the states of a layer of transformers' cache.
 _NAMES = ("conv_states", "recurrent_states")
+# Their modules hold time steps to a least in a pass over several tokens, and not in one over a single token.
+_CLAMPING = ("nemotron_h", "zamba2")
+# Number under which ids of rows after a state are kept, those that go through the modules again.
+_IDS = 0
 # Names of a model's argument that is the cache: the first since transformers 5.24.
 _CACHES = ("cache", "cache_params", "past_key_values")
 
@@ -67,6 +75,9 @@ class StatefulModel(TransformersModel):
         if adapters is not None or keeper is not None or kv.states is None or metadata.state_slots is None:
             raise RuntimeError("a model with states needs their pool, and gives neither hidden states nor adapters")
         attention = attention or self.attention
+        if metadata.state_kept is not None or metadata.state_behind is not None:
+            hidden = self._with_drafts(input_ids_T, embeds_TI, metadata, kv, attention, kv.states)
+            return hidden if rows_R is None else hidden[rows_R]
         hidden_TI: Tensor | None = None
         for members in _parts(metadata):
             if len(members) == metadata.num_seqs:
@@ -80,6 +91,80 @@ class StatefulModel(TransformersModel):
             hidden_TI[rows] = found
         assert hidden_TI is not None, "a step has sequences"
         return hidden_TI if rows_R is None else hidden_TI[rows_R]
+
+    @cached_property
+    def _goes_again(self) -> bool:
+        """True when a step after drafts goes again through those that were accepted. Behind windows and chunks there
+        may be no keys any more that these rows would read."""
+        if not self.continues or self.config.model_type in _CLAMPING:
+            return False
+        return all(call.window is None and call.chunk is None for call in self.calls)
+
+    def _with_drafts(
+        self,
+        input_ids_T: Tensor,
+        embeds_TI: Tensor | None,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        attention: Attention,
+        pool: StatePool,
+    ) -> Tensor:
+        """Return hidden states (T, hidden) of a step that has drafts, or that follows one."""
+        slots, again = metadata.state_slots, self._goes_again
+        assert slots is not None, "checked before"
+        sequences = rows_of_step(metadata)
+        # Ids of the rows that go through the modules again: drafts are outputs, which all have ids.
+        earlier: dict[int, Tensor] = {}
+        for member, rows in enumerate(sequences):
+            if rows.behind and again:
+                earlier[member] = pool.later(slots[member], _IDS)[0][: rows.behind]
+            elif rows.behind:
+                pool.take_later(slots[member], rows.behind - 1, rows.behind)
+        if again:
+            passes = [rows.at_once() for rows in sequences]
+        else:
+            passes = [rows.draft_by_draft(continues=self.continues) for rows in sequences]
+        starts = metadata.query_start.tolist()
+        tables_SB = metadata.block_tables.cpu()
+        hidden_TI: Tensor | None = None
+        for alike in rounds(passes):
+            for rows, members in alike.items():
+                ends = [metadata.kv_lens[one] - sequences[one].count + rows.end for one in members]
+                part, positions_T = AttentionMetadata.build(
+                    [rows.count] * len(members), ends, tables_SB[members], kv.block_size, self.device
+                )
+                own = [slice(starts[one] + max(rows.begin, 0), starts[one] + rows.end) for one in members]
+                ids, embeds = [], []
+                for member, place in zip(members, own, strict=True):
+                    before = earlier[member][rows.begin :] if rows.begin < 0 else None
+                    ids += [input_ids_T[place]] if before is None else [before, input_ids_T[place]]
+                    if embeds_TI is not None:
+                        embeds += [embeds_TI[place]] if before is None else [self.embed(before), embeds_TI[place]]
+                found = self._run_at_once(
+                    torch.cat(ids),
+                    positions_T,
+                    torch.cat(embeds) if embeds else None,
+                    replace(part, state_slots=tuple(slots[one] for one in members)),
+                    kv,
+                    attention,
+                    None if rows.advances else rows,
+                )
+                if hidden_TI is None:
+                    hidden_TI = found.new_empty(metadata.num_rows, found.shape[1])
+                for number, place in enumerate(own):
+                    end = (number + 1) * rows.count
+                    hidden_TI[place] = found[end - (place.stop - place.start) : end]
+        assert hidden_TI is not None, "a step has sequences"
+        later = []
+        for member, own_passes in enumerate(passes):
+            lacking = sum(one.count for one in own_passes if not one.advances)
+            later.append(lacking)
+            if lacking and again:
+                own_ids = input_ids_T[starts[member] : starts[member + 1]]
+                whole = torch.cat([earlier[member], own_ids]) if member in earlier else own_ids
+                pool.keep_later(slots[member], _IDS, (whole[len(whole) - lacking :].clone(),))
+        pool.advance(slots, metadata.kv_lens, later)
+        return hidden_TI
 
     def _run(
         self,
@@ -109,13 +194,18 @@ class StatefulModel(TransformersModel):
         metadata: AttentionMetadata,
         kv: KVCachePool,
         attention: Attention,
+        drafts: RowRange | None = None,
     ) -> Tensor:
-        """Return hidden states (rows, hidden) of one part, or of one token of each of its sequences."""
+        """Return hidden states (rows, hidden) of one part, or of one token of each of its sequences. `drafts`: rows
+        that leave the state as it was."""
         slots, pool, count = metadata.state_slots, kv.states, metadata.num_seqs
         assert slots is not None, "checked before"
         assert pool is not None, "checked before"
         is_new = metadata.kv_lens[0] == metadata.query_lens[0]
-        states = HeldStates(slots, []) if is_new else pool.read(slots)
+        if drafts is not None:
+            states = self._copied(pool, slots, drafts)
+        else:
+            states = HeldStates(slots, []) if is_new else pool.read(slots)
         carrier: Any = states.carrier
         if carrier is None:
             carrier = empty_cache(self.causal)
@@ -137,10 +227,22 @@ class StatefulModel(TransformersModel):
         if step.num_calls != len(self.calls):
             raise UnsupportedAttention(f"it attends {step.num_calls} times instead of {len(self.calls)}")
         tensors = [getattr(carrier.layers[one.layer], one.name)[one.number] for one in self._states]
+        if drafts is not None:
+            if not self._goes_again:
+                for place, slot in enumerate(slots):
+                    pool.keep_later(slot, drafts.number, tuple(tensor[place].clone() for tensor in tensors))
+            return hidden.flatten(0, 1)
         decodes = not is_new and metadata.num_rows == count
         # A module may have put a new tensor in its place.
         pool.write(HeldStates(slots, tensors, carrier), metadata.kv_lens, holds=decodes)
         return hidden.flatten(0, 1)
+
+    def _copied(self, pool: StatePool, slots: tuple[int, ...], drafts: RowRange) -> HeldStates:
+        """Return copies of the states before rows of drafts."""
+        if drafts.number:
+            each = [pool.later(slot, drafts.number - 1) for slot in slots]
+            return HeldStates(slots, [torch.stack(alike) for alike in zip(*each, strict=True)])
+        return HeldStates(slots, [tensor.clone() for tensor in pool.read(slots).tensors])
 
 
 def empty_cache(causal: Any) -> Any:
