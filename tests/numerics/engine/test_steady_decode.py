@@ -77,6 +77,7 @@ class Run:
 
     def add(self, seq_id: int, prompt: list[int], **options: Any) -> None:
         made = sequence(prompt, params(max_new_tokens=500, **options), seq_id=seq_id)
+        made.is_tapped = made.params.mode.asks_draft_model
         # Where no other sequence of a run is, in an order that is not that of the pool.
         first = seq_id % MOST_SEQUENCES * BLOCKS_EACH
         made.block_table.extend(range(first + BLOCKS_EACH - 1, first - 1, -1))
@@ -224,6 +225,20 @@ def test_tapped_steps_go_on_with_the_taps_of_the_usual_way(models: Any) -> None:
     assert taps[0].rows.keys() == taps[1].rows.keys()
     assert all(torch.equal(rows, taps[1].rows[key]) for key, rows in taps[0].rows.items())
     assert runs[0].sequences[2].token_ids == runs[1].sequences[2].token_ids
+
+
+def test_a_tap_begins_and_ceases_to_read_a_sequence_on_its_way(models: Any) -> None:
+    model = models("tied", "bfloat16", "none")
+    tap = Collector()
+    run = Run(model, steady=True, tap=tap)
+    run.add(0, [1, 2, 3], mode=AssistanceOptions())
+    for is_tapped in (False, True, False):
+        run.sequences[0].is_tapped = is_tapped
+        for _ in range(4):
+            run.step([0])
+    # Not the prompt, nor the first step after it and after each change.
+    assert run.num_steady == 2 + 3 + 3
+    assert sorted(tap.rows) == [(0, place) for place in range(6, 10)]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ class Sequence:
     first_logprob_row: int | None = None
     # Scoring: the token after the last one. Its log-probability is wanted, but it is never computed itself.
     next_token_id: int | None = None
+    # A draft head reads the hidden states of its rows; its strategy changes it between steps.
+    is_tapped: bool = False
     # Number of leading blocks that were offered to the prefix cache.
     num_cached_blocks: int = 0
     # Embeddings of the first tokens of its prompt; None: the model looks up those of all ids.

@@ -20,8 +20,8 @@ _FIRST_DRAFTING = 0.1
 _WEIGHT, _MOST_ERROR = 1 / 8, 0.5
 # Drafts are counted in fours, so that both shares are learnt at the same pace.
 _DRAFTS_UNIT = 4.0
-# One call in this many of `retries` is true.
-_RETRIED_EVERY = 64
+# One call in this many of `retries` is true: with the steps before and behind it a trial takes some ten plain steps.
+_RETRIED_EVERY = 256
 # Numbers of sequences are told apart by their number of bits.
 _SIZES = 33
 

@@ -25,16 +25,33 @@ class DraftLength:
     A chain of n drafts gives 1 + a + ... + a^n tokens where each is right with probability a if all before it were, and
     takes the time of a step, of n drafts and of their verification. The length is the one with the most tokens in a
     time. In a large batch rows are dear, and chains short.
+
+    While drafts would not pay even if all were right, the head `rests`: it reads none of the sequence's rows. When it
+    begins again it knows no earlier ones.
     """
 
-    __slots__ = ("_costs", "_left_out", "_looked_at", "_num_measured", "_num_verified", "_pause", "_right")
+    __slots__ = (
+        "_costs",
+        "_is_trial",
+        "_left_out",
+        "_looked_at",
+        "_num_measured",
+        "_num_verified",
+        "_pause",
+        "_right",
+        "rests",
+    )
 
-    def __init__(self, costs: VerificationCosts) -> None:
+    def __init__(self, costs: VerificationCosts, most: int) -> None:
+        """`most`: drafts that a chain ever has."""
         self._costs = costs
         self._right, self._looked_at = _FIRST_RIGHT, _FIRST_LOOKED_AT
         # Opportunities still to leave out, and the length of the last pause.
         self._left_out = self._pause = 0
         self._num_measured = self._num_verified = 0
+        self.rests = costs.is_known and not self._best(most, _MOST_ACCEPTANCE)
+        # The head reads again, for one draft.
+        self._is_trial = False
 
     def affordable(self, most: int) -> int:
         """Return the number of drafts to make now, at most `most`; 0: none. Call it once per opportunity."""
@@ -44,14 +61,20 @@ class DraftLength:
         if not self._costs.is_known and self._num_measured < _MOST_MEASURED:
             self._num_measured += 1
             return 0
+        if self._is_trial:
+            self._is_trial, self.rests, self._left_out = False, True, _FIRST_PAUSE
+            return min(most, 1)
         number = self._best(most, min(self._right / self._looked_at, _MOST_ACCEPTANCE))
         if number:
-            self._pause = 0
+            self._pause, self.rests = 0, False
             return number
         if not self._best(most, _MOST_ACCEPTANCE):
             # Drafts that are right would not pay either: no sequence need find that out for itself.
-            self._left_out = _FIRST_PAUSE
-            return min(most, 1) if self._costs.retries() else 0
+            self._is_trial = self._costs.retries()
+            self.rests = not self._is_trial
+            self._left_out = _FIRST_PAUSE if self.rests else 0
+            return 0
+        self.rests = False
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) or _FIRST_PAUSE
         self._left_out = self._pause
         return min(most, 1)

@@ -43,12 +43,9 @@ class TappedStep:
 
     @classmethod
     def of(cls, tap: FeatureTap, output: SchedulerOutput, row_starts: Seq[int]) -> TappedStep | None:
-        """Return the taps of a step's entries; None: no request in it has a head's drafts."""
-        # The mode is of the request: no adapter, grammar or option changes it.
+        """Return the taps of a step's entries; None: a head reads none of them now."""
         places = [
-            (place, row_starts[place])
-            for place, entry in enumerate(output.scheduled)
-            if entry.sequence.params.mode.asks_draft_model
+            (place, row_starts[place]) for place, entry in enumerate(output.scheduled) if entry.sequence.is_tapped
         ]
         return cls(tap, output.scheduled, places) if places else None
 

@@ -59,6 +59,8 @@ class SteadyDecode:
         self._tables_SB = torch.from_numpy(self._tables)
         self._layout = layout
         self._tapped = tapped
+        # Sequences that a head may begin or cease to read, and whether it does.
+        self._may_change = [(one, one.is_tapped) for one in self._sequences if one.params.mode.asks_draft_model]
         # Of the step that is put together.
         self._bundles: Bundles | None = None
 
@@ -71,6 +73,8 @@ class SteadyDecode:
             return None
         # Copies from and to the host pool leave the tables of running sequences as they are.
         if output.copies and any(copy.kind is CopyKind.WITHIN for copy in output.copies):
+            return None
+        if self._may_change and any(one.is_tapped is not was for one, was in self._may_change):
             return None
         self._bundles = output.bundles
         ids = self._advance(output.scheduled)

@@ -28,7 +28,7 @@ class Costs:
 
 
 def practised(costs: Costs, num_drafts: int, accepted: int) -> DraftLength:
-    length = DraftLength(costs)
+    length = DraftLength(costs, 16)
     for _ in range(40):
         length.note(num_drafts, accepted)
     return length
@@ -61,14 +61,40 @@ def test_where_none_pays_single_drafts_are_tried_after_ever_longer_pauses() -> N
 
 def test_where_right_drafts_would_not_pay_either_new_sequences_try_none() -> None:
     costs = Costs(0.9, 0.9)
-    numbers = [DraftLength(costs).affordable(9) for _ in range(10)]
-    assert numbers == [0, 0, 0, 0, 1] * 2
-    length = DraftLength(costs)
-    # Asked about at every ninth opportunity alone.
+    numbers = [DraftLength(costs, 16).affordable(9) for _ in range(10)]
+    assert numbers == [0] * 10
+    length = DraftLength(costs, 16)
+    # Asked about at every ninth opportunity alone; a draft is made at the next one.
     made = [place for place in range(200) if length.affordable(9)]
-    assert made == list(range(36, 200, 45))
-    cheaper = DraftLength(Costs(0.1))
+    assert made == list(range(37, 200, 46))
+    cheaper = DraftLength(Costs(0.1), 16)
     assert cheaper.affordable(9) > 0
+
+
+def test_a_head_whose_right_drafts_would_not_pay_reads_no_rows_but_before_a_trial() -> None:
+    length = DraftLength(Costs(0.9, 0.9), 16)
+    assert length.rests
+    read, made = [], []
+    for place in range(100):
+        if not length.rests:
+            read.append(place)
+        if length.affordable(9):
+            made.append(place)
+    assert read == made == [37, 83]
+    costs = Costs(0.1)
+    assert not DraftLength(costs, 16).rests
+    assert not DraftLength(Costs(0.9, is_known=False), 16).rests
+
+
+def test_a_head_that_rests_begins_again_when_rows_become_cheap() -> None:
+    costs = Costs(0.9, 0.9)
+    length = DraftLength(costs, 16)
+    assert not length.affordable(9)
+    costs.each, costs.drafting = 0.05, 0.05
+    while not (number := length.affordable(9)):
+        assert length.rests
+    assert number > 1
+    assert not length.rests
 
 
 def test_drafting_is_resumed_once_drafts_are_right_again() -> None:
@@ -83,16 +109,16 @@ def test_drafting_is_resumed_once_drafts_are_right_again() -> None:
 
 
 def test_a_step_without_drafts_is_measured_first_but_not_waited_for() -> None:
-    length = DraftLength(Costs(0.02, is_known=False))
+    length = DraftLength(Costs(0.02, is_known=False), 16)
     numbers = [length.affordable(8) for _ in range(6)]
     assert numbers[:3] == [0, 0, 0]
     assert numbers[3] > 0
-    known = DraftLength(Costs(0.02))
+    known = DraftLength(Costs(0.02), 16)
     assert known.affordable(8) > 0
 
 
 def test_it_is_measured_again_now_and_then() -> None:
-    length = DraftLength(Costs(0.02))
+    length = DraftLength(Costs(0.02), 16)
     for _ in range(128):
         length.note(4, 3)
     assert [length.affordable(8) > 0 for _ in range(3)] == [False, False, True]

@@ -157,6 +157,9 @@ class AssistedGeneration(ParallelSampling):
     def start(self) -> tuple[list[Sequence], list[Emission]]:
         started = super().start()
         self._drafting = {sequence: self._new_drafting(sequence) for sequence in self._tracks}
+        if self._options.asks_draft_model and self._request.has_draft_head:
+            for sequence, drafting in self._drafting.items():
+                sequence.is_tapped = drafting.length is None or not drafting.length.rests
         return started
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
@@ -266,7 +269,11 @@ class AssistedGeneration(ParallelSampling):
         """Return the number of drafts to ask the draft model, or the draft head, for."""
         drafting = self._drafting[sequence]
         most = min(self._wanted(drafting), self._room(sequence))
-        return most if drafting.length is None or most <= 0 else drafting.length.affordable(most)
+        if drafting.length is None or most <= 0:
+            return most
+        number = drafting.length.affordable(most)
+        sequence.is_tapped = not drafting.length.rests
+        return number
 
     def _room(self, sequence: Sequence) -> int:
         """Return the number of drafts that the sequence can still use: the row of the last one draws a token, too."""
@@ -280,7 +287,7 @@ class AssistedGeneration(ParallelSampling):
             drafting.lookup_account = DraftAccount(costs)
         if options.asks_draft_model and self._request.has_draft_head and costs is not None:
             costs.measure()
-            drafting.length = DraftLength(costs)
+            drafting.length = DraftLength(costs, options.num_assistant_tokens)
         if options.lookahead_window is not None:
             # A prompt may have no ids; then any id will do, and an id that the prompt has not is as good as another.
             fillers = self._request.known_prompt_ids or [0]
