@@ -12,6 +12,8 @@ from penstock.generation.weights.text_part import TEXT_PARTS
 
 # As models.eagle3 has them, which imports torch.
 _HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+# As models.dflash has them.
+_BLOCK_HEADS = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
 # Tensors that every layer for multi-token prediction has: of DeepSeek, GLM and Kimi; of Qwen3-Next and 3.5; of MiMo.
 _DEEPSEEK = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
 _JOINTS = re.compile(
@@ -26,6 +28,8 @@ def trained_drafts(values: Mapping[str, Any], tensors: Collection[str]) -> dict[
     named = values.get("architectures")
     if isinstance(named, list) and any(name in _HEADS for name in named):
         return {"kind": "EAGLE-3", "is_model": False, "scored_ids": values.get("draft_vocab_size")}
+    if isinstance(named, list) and any(name in _BLOCK_HEADS for name in named):
+        return {"kind": "DFlash", "is_model": False, "scored_ids": None}
     joints = [name for name in tensors if _JOINTS.fullmatch(name)]
     if not joints:
         return None
@@ -42,7 +46,8 @@ def has_known_layout(values: Mapping[str, Any], tensors: Collection[str]) -> boo
 def drafts_line(found: Mapping[str, Any]) -> str:
     """Return a text for people. `usable`: of a model's own layers, True when they can draft here."""
     if not found["is_model"]:
-        return f"an {found['kind']} head: serve it beside the model that it was trained for, by --draft-head"
+        article = "a" if found["kind"] == "DFlash" else "an"
+        return f"{article} {found['kind']} head: serve it beside the model that it was trained for, by --draft-head"
     layers = f"{found['layers']} layer{'' if found['layers'] == 1 else 's'} for {found['kind']}"
     if found["usable"]:
         return f"{layers}: --draft-head checkpoint"

@@ -38,7 +38,8 @@ REFUSED: Mapping[str, str] = {
     f"change an answer here: {_DRAFTS}",
     "use_mtp": "a checkpoint's layers for several tokens draft where the server has --draft-head checkpoint and the "
     f"request names it in assistant_model: {_DRAFTS}",
-    "speculation_type": f"dflash and the like need a draft model trained for them, which is not read here: {_DRAFTS}",
+    "speculation_type": "a DFlash head drafts where the server has --draft-head and the request names it in "
+    f"assistant_model: {_DRAFTS}",
     "custom_generate": "no decoding loop of the caller runs here: logits_processor and stopping_criteria take objects "
     "in process, and --logits-processor loads them by name",
     "encoder_outputs": "models that have an encoder are not served",

@@ -166,8 +166,8 @@ class ModelOptions:
     )
     draft_head: str | None = option(
         None,
-        "Folder or hub id of a draft head (EAGLE-3) that was trained for MODEL, for requests with assisted generation; "
-        "checkpoint: the layers for drafts that MODEL carries; demo: the head of the embedded model.",
+        "Folder or hub id of a draft head (EAGLE-3, DFlash) that was trained for MODEL, for requests with assisted "
+        "generation; checkpoint: the layers for drafts that MODEL carries; demo: the head of the embedded model.",
         group=MODEL,
         metavar="FOLDER|checkpoint|demo",
     )

@@ -77,7 +77,7 @@ def head_engine(
     they cost is measured, and so differs from run to run."""
     blocks = config.num_blocks if draft_blocks is None else draft_blocks
     facts = head.config
-    geometry = (1, blocks, config.block_size, facts.num_kv_heads, facts.head_dim)
+    geometry = (head.num_layers, blocks, config.block_size, facts.num_kv_heads, facts.head_dim)
     kv = unwritten_pool(*geometry, head.dtype, has_values=facts.has_values)
     kernels = cpu_device().sampling_kernels()
     head.share(model)

@@ -17,6 +17,7 @@ from factories.engine.assisted import head_engine
 from factories.engine.fake_engine import Answer, engine_config, request, run
 from factories.engine.host_pools import HOSTS, host_fields
 from factories.engine.model_engine import load_tiny
+from factories.models.block_heads import random_dflash
 from factories.models.carried_heads import Carried
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.draft_heads import random_eagle3
@@ -25,6 +26,7 @@ from penstock.generation.core.step import DraftKind
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.dflash import load_dflash
 from penstock.generation.models.draft_head import DraftHead
 from penstock.generation.models.eagle3 import load_eagle3
 from penstock.generation.models.mtp import load_mtp
@@ -82,7 +84,24 @@ def served_by_its_layer(random: Random, folder: Path) -> tuple[CausalLM, Callabl
     return model, lambda: load_mtp(carried.folder, model, cpu_device(), "none")
 
 
-KINDS = {"EAGLE-3": served_by_eagle, "multi-token prediction": served_by_its_layer}
+def served_by_blocks(random: Random, folder: Path) -> tuple[CausalLM, Callable[[], DraftHead]]:
+    """Return a model, and a maker of DFlash heads for it."""
+    model, _ = served_by_eagle(random, folder)
+    while model.config.embedding_scale != 1.0:
+        model, _ = served_by_eagle(random, folder / "again")
+
+    def make() -> DraftHead:
+        head = random_dflash(random, model.config, folder / f"head{random.randrange(1 << 30)}")
+        return load_dflash(head, model, cpu_device(), "none")
+
+    return model, make
+
+
+KINDS = {
+    "EAGLE-3": served_by_eagle,
+    "multi-token prediction": served_by_its_layer,
+    "DFlash": served_by_blocks,
+}
 
 
 def options_of(random: Random, vocab: int) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,64 @@ def test_drafts_behind_a_cached_prefix_are_those_of_the_whole_prompt(demo: tuple
         assert (engine.stats.prefix_hit_tokens > 0) is prefix_cache
         engine.check_integrity()
     assert shares[0] == shares[1]
+
+
+class _Changing:
+    """Costs under which right drafts pay at times, as they do when other requests come and go."""
+
+    is_known = True
+
+    def __init__(self, pays: Iterator[bool]) -> None:
+        self._pays, self._num_asked = pays, 0
+        self._share = 0.0
+
+    def measure(self) -> None: ...
+
+    def of(self, num_drafts: int) -> float:
+        if num_drafts == 1:
+            self._share = 0.05 if next(self._pays) else 2.0
+        return self._share * num_drafts
+
+    def of_drafting(self, num_drafts: int) -> float:
+        return 0.0
+
+    def retries(self) -> bool:
+        self._num_asked += 1
+        return self._num_asked % 2 == 0
+
+
+def costing(engine: Engine, pays: Iterator[bool]) -> Engine:
+    setting: Any = engine
+    setting._draft_costs = _Changing(pays)
+    return engine
+
+
+def test_a_head_that_never_pays_reads_no_rows(demo: tuple[CausalLM, Eagle3Head]) -> None:
+    engine = costing(head_engine(*demo), repeat(False))
+    setting: Any = engine
+    setting._draft_costs.retries = lambda: False
+    drafter: Any = engine._drafter
+    read: list[int] = []
+    take = drafter.take
+    drafter.take = lambda entries, rows, embed: (read.append(len(rows)), take(entries, rows, embed))
+    plain = ours(assisted_engine(demo[0]))
+    assert [one.ids for one in ours(engine, mode=HEAD)] == [one.ids for one in plain]
+    assert (read, accepted(engine)) == ([], (0, 0))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7, "num_return_sequences": 2}])
+def test_a_head_that_begins_and_rests_again_changes_no_ids(
+    demo: tuple[CausalLM, Eagle3Head], options: dict[str, Any]
+) -> None:
+    plain = ours(assisted_engine(demo[0]), seed=5, **options)
+    source = random.Random(7)
+    engine = costing(head_engine(*demo), iter(lambda: source.random() < 0.4, None))
+    for _ in range(2):
+        assert [one.ids for one in ours(engine, seed=5, mode=HEAD, **options)] == [one.ids for one in plain]
+    right, wrong = accepted(engine)
+    assert right > 10
+    assert wrong > 0
+    engine.check_integrity()
 
 
 def test_a_head_of_made_weights_drafts_nothing_right_and_changes_nothing(tmp_path: Path) -> None:

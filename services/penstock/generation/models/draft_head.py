@@ -33,8 +33,9 @@ class DraftHead(ABC):
 
     # Kind of head in words, such as EAGLE-3.
     kind: str
-    # Layer's geometry, as of a model with one layer.
+    # Geometry of its layers, as of a model with these alone.
     config: ModelConfig
+    num_layers: int = 1
     # Hidden states of the served model that a row reads, numbered as HiddenKeeper's.
     taps: tuple[int, ...]
     # Served model's id of each score, (scores) int64; None: they are the same.
@@ -106,3 +107,17 @@ class DraftHead(ABC):
     def _step(self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool) -> Step:
         turns = [rotary(positions_T) for rotary in self._rotaries]
         return Step(turns, metadata, kv, self._attention, self._stream)
+
+
+class BlockHead(DraftHead):
+    """Head that makes a block of drafts in one pass. Row t of `forward` stands for the served model's token t, and
+    keeps what the rows of a block read; the next token's embedding counts for nothing."""
+
+    # Most drafts of a pass, and the token that stands for each.
+    num_drafts: int
+    mask_id: int
+
+    @abstractmethod
+    def block(self, embeds_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool) -> Tensor:
+        """Return (T, hidden), what `scores` reads, of rows of the last token and of masks after it: the row of each
+        mask gives a draft. Write all rows' keys and values into `kv`, where others replace them."""

@@ -1,10 +1,11 @@
-"""Drafter over a trained head (EAGLE-3, multi-token prediction): it goes on from the served model's hidden states."""
+"""Drafter over a trained head (EAGLE-3, multi-token prediction, DFlash): it goes on from the served model's hidden
+states."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import BlockCopy, DraftKind, SampledToken, ScheduledSequence
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.models.draft_head import BlockHead
 from penstock.generation.models.fused_head import ChainLimits
 from penstock.generation.runner.draft_shadow import new_shadow, take_draft
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller
@@ -151,12 +153,15 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """See core.step.Drafter. Runs the head once over all rows that wait, and once more for each further draft."""
+        """See core.step.Drafter. Runs the head once over all rows that wait, and once more for each further draft, or
+        for all drafts of a block."""
         busy = {request.sequence.seq_id for request in requests}
         found = [self._start(request, busy) for request in requests]
         drawing = [one for one in found if one is not None]
         ends = [one.follower.rows.num_computed_tokens + one.follower.num_waiting for one in drawing]
-        if drawing and self.head.can_chain and all(map(self._is_chained, drawing)):
+        if drawing and isinstance(self.head, BlockHead):
+            self._draw_blocks(drawing, self.head)
+        elif drawing and self.head.can_chain and all(map(self._is_chained, drawing)):
             self._chain(drawing)
         elif drawing:
             self._draw_in_turn(drawing)
@@ -171,6 +176,27 @@ class HeadDrafter:
         while places := self._draw(active, scores_NV):
             active = [active[place] for place in places]
             hidden_NI, scores_NV = self._step(self._further(active), hidden_NI[self._index(places)])
+
+    def _draw_blocks(self, drawing: list[_Drawing], head: BlockHead) -> None:
+        """Draw the drafts of all sequences from one block of each."""
+        scheduled, features_TI = self._due_rows([(one.follower, one.follower.num_waiting) for one in drawing])
+        inputs, embeds_TI = self._embedded(scheduled)
+        head.forward(embeds_TI, features_TI, inputs.positions_T, inputs.metadata, self.kv)
+        blocks = []
+        for one in drawing:
+            rows, count = one.follower.rows, one.request.num_tokens
+            first = rows.num_computed_tokens
+            rows.token_ids[first:] = [one.shadow.token_ids[-1], *[head.mask_id] * count]
+            blocks.append(ScheduledSequence(rows, first, count + 1))
+        inputs, embeds_TI = self._embedded(blocks)
+        hidden_TI = head.block(embeds_TI, inputs.positions_T, inputs.metadata, self.kv)
+        active = list(range(len(drawing)))
+        # The block's rows know nothing of each other's drafts: each is scored when it is drawn from.
+        for place in range(1, head.num_drafts + 1):
+            scores_NV = head.scores(hidden_TI[self._index([inputs.row_starts[one] + place for one in active])])
+            active = [active[again] for again in self._draw([drawing[one] for one in active], scores_NV)]
+            if not active:
+                return
 
     def _is_chained(self, one: _Drawing) -> bool:
         """True when a chain needs nothing but the highest scores."""
@@ -312,7 +338,11 @@ class HeadDrafter:
 
     def _start(self, request: DraftRequest, busy: set[int]) -> _Drawing | None:
         """Prepare a sequence for drafts; None: it gets none now."""
-        sequence = request.sequence
+        sequence, num_further = request.sequence, request.num_tokens - 1
+        if isinstance(self.head, BlockHead):
+            request = replace(request, num_tokens=min(request.num_tokens, self.head.num_drafts))
+            # Rows of the last token and of each draft.
+            num_further = request.num_tokens + 1
         follower = self._followers.get(sequence.seq_id)
         if follower is None:
             return None
@@ -320,7 +350,7 @@ class HeadDrafter:
         follower.cut(sequence.num_tokens - 1)
         count = follower.num_waiting
         is_known = count > 0 and follower.end == sequence.num_tokens - 1
-        if not is_known or not self._make_ready(follower, sequence, count, busy, request.num_tokens - 1):
+        if not is_known or not self._make_ready(follower, sequence, count, busy, num_further):
             return None
         return _Drawing(follower, self._follow(follower, request), request)
 

@@ -18,6 +18,7 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.host.memory import format_weights
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.dflash import is_dflash, load_dflash
 from penstock.generation.models.draft_head import DraftHead
 from penstock.generation.models.eagle3 import load_eagle3
 from penstock.generation.models.language_model import LanguageModel
@@ -82,6 +83,8 @@ def load_draft_head(
         with ProgressStage(show, LOAD_WEIGHTS, head_name(config.draft_head)) as stage:
             if config.draft_head == OWN_HEAD:
                 return load_mtp(own, model, device, config.quantization, stage.count)
+            if is_dflash(own):
+                return load_dflash(own, model, device, config.quantization, stage.count)
             return load_eagle3(own, model.config, device, model.dtype, config.quantization, stage.count)
 
 
@@ -96,7 +99,9 @@ def make_head_draft(
 ) -> HeadDraft:
     """Make pool and drafter around a loaded head, beside the served model's pool `kv`. `masks` may be the served
     model's, which never runs at the same time. Raises StartupError naming --assistant-kv-memory."""
-    shape = KVShape.of(head.config, head.dtype, kv.block_size, requested=config.kv_cache_dtype, num_layers=1)
+    shape = KVShape.of(
+        head.config, head.dtype, kv.block_size, requested=config.kv_cache_dtype, num_layers=head.num_layers
+    )
     most = kv.num_blocks // kv.bundle_blocks
     with _about_the_head():
         own = make_draft_pool(config, shape, device, context=context, most_blocks=most)
