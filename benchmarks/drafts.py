@@ -18,7 +18,7 @@ itself. Answers of all kinds in turns, medians; tokens a step are output tokens 
 speed-up is told by the clock and by processor time, which other work on the machine changes less; that one is for
 `--threads 1`.
 `same_ids` counts answers that are those of plain decoding. The embedded model has its draft head, too, which answers
-questions of other kinds (`questions`).
+questions of other kinds (`questions`). With `--head` the real model has one, as dev/train_head.py makes it.
 """
 
 from __future__ import annotations
@@ -233,6 +233,19 @@ def real_cells(device: CPUDevice, options: argparse.Namespace) -> list[dict[str,
     return cells
 
 
+def head_cells(device: CPUDevice, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Cells of a real model with a trained head."""
+    folder = bf16_folder(REAL, options.cache)
+    model = load_model(folder, device=device, dtype=options.dtype, quantization=options.quantization)
+    head = load_eagle3(options.head, model.config, device, model.dtype, options.quantization)
+    ends = {"eos_token_ids": tuple(read_model_config(folder).eos_token_ids)}
+    cells = []
+    for text, sampling in (("code", {}), ("summary", {}), ("chat", {}), ("chat", CHATTED)):
+        found = compare(model, None, chat_prompt(folder, text), options, sampling, ends, head)
+        cells += [{"model": REAL, "text": text + ", sampled" * bool(sampling), **cell} for cell in found]
+    return cells
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as one JSON object."""
     device = CPUDevice()
@@ -240,7 +253,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     for name in options.models:
         if name == REAL:
-            cells += real_cells(device, options)
+            cells += real_cells(device, options) if options.head is None else head_cells(device, options)
             continue
         folder = demo_folder() if name == "demo" else checkpoint("qwen2.5-0.5b", options.cache)
         model = load_model(folder, device=device, dtype="auto" if name == "demo" else options.dtype)
@@ -273,6 +286,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--models", nargs="+", choices=(REAL, "demo", "random"), default=[REAL])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--head", type=Path, help="folder of a trained head of the real model, in place of the others")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none", help="of the real model (default: %(default)s)")
     parser.add_argument("--draft-quantization", default="int4", help="of its quantised self (default: %(default)s)")

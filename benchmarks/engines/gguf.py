@@ -1,10 +1,12 @@
 """A safetensors checkpoint as GGUF, for llama.cpp: the families of ARCHITECTURES, bf16 or its own 8- and 4-bit blocks.
 
 The vocabulary is left out (requests are token ids), and so is what speed does not depend on: generation defaults.
+Families whose tensors are made over (FURTHER) are written as the tests of reading such files write theirs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
 }
+# Of these all tensors are in memory at once.
+FURTHER = {"qwen3_5_text": "qwen35", "deepseek_v2": "deepseek2", "gemma4_text": "gemma4", "gpt_oss": "gpt-oss"}
+_CONVERTER = Path(__file__).resolve().parents[2] / "tests" / "factories" / "models" / "gguf_converter.py"
 QUANTIZATIONS = {"bf16": "BF16", "fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 
 
@@ -27,6 +32,9 @@ def convert(folder: Path, out: Path, dtype: str) -> None:
 
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
+    if family in FURTHER:
+        _convert_further(folder, out, FURTHER[family], dtype, config)
+        return
     if family not in ARCHITECTURES:
         raise ValueError(f"cannot write {family} as GGUF")
     architecture = ARCHITECTURES[family]
@@ -53,6 +61,18 @@ def convert(folder: Path, out: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    unfinished.rename(out)
+
+
+def _convert_further(folder: Path, out: Path, architecture: str, dtype: str, config: dict[str, Any]) -> None:
+    spec = importlib.util.spec_from_file_location("gguf_converter", _CONVERTER)
+    assert spec is not None
+    assert spec.loader is not None
+    converter: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(converter)
+    unfinished, kind = out.with_suffix(".part"), QUANTIZATIONS[dtype]
+    vocabulary = {"tokenizer.ggml.model": "none", f"{architecture}.vocab_size": config["vocab_size"]}
+    converter.convert(folder, unfinished, architecture, matrices=kind, experts=kind, vocabulary=vocabulary)
     unfinished.rename(out)
 
 

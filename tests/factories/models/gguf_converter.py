@@ -27,6 +27,7 @@ def convert(
     architecture: str,
     *,
     quantised: bool = True,
+    matrices: str = "Q8_0",
     experts: str = "F32",
     parts: int = 1,
     changes: Config | None = None,
@@ -34,9 +35,9 @@ def convert(
 ) -> Path:
     """Write `folder`'s model to `path`, or in parts beside it, and return the first file.
 
-    Matrices are Q8_0 where `quantised` and their rows are whole blocks: `round_weights` makes a checkpoint of the same
-    numbers. `experts`: type of tensors with all experts. `changes`: facts in place of others, None to leave one out.
-    `vocabulary`: facts of the tokenizer.
+    Matrices are of type `matrices` where `quantised` and their rows are whole blocks: `round_weights` makes a
+    checkpoint of the same numbers for Q8_0. `experts`: type of tensors with all experts. `changes`: facts in place of
+    others, None to leave one out. `vocabulary`: facts of the tokenizer.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=0 if parts == 1 else _tensors_of(folder, parts))
@@ -54,7 +55,8 @@ def convert(
         kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(one, value, kind)
     for name, value in _steps(architecture, config, tensors):
-        kind = experts if value.dim() == 3 and ".experts." in name else "Q8_0" if quantised and _fits(value) else "F32"
+        kind = matrices if quantised and _fits(value) else "F32"
+        kind = experts if value.dim() == 3 and ".experts." in name else kind
         _add(writer, names, name, value.float(), gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
