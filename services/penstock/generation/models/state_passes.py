@@ -8,7 +8,8 @@ after every draft is kept, and the next step begins with the right one (one pass
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionMetadata
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 MOST_AGAIN = 16
 
 
-class RowRange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RowRange:
     """Rows of a sequence that go through the modules at once. Rows of an earlier step have numbers below 0."""
 
     begin: int
@@ -36,7 +38,8 @@ class RowRange(NamedTuple):
         return self.end - self.begin
 
 
-class SequenceRows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
     """Rows of a sequence in a step: its own ones, those that are no drafts, and rows before that its state lacks."""
 
     count: int

@@ -128,15 +128,15 @@ class StatefulModel(TransformersModel):
         tables_SB = metadata.block_tables.cpu()
         hidden_TI: Tensor | None = None
         for alike in rounds(passes):
-            for rows, members in alike.items():
-                ends = [metadata.kv_lens[one] - sequences[one].count + rows.end for one in members]
+            for span, members in alike.items():
+                ends = [metadata.kv_lens[one] - sequences[one].count + span.end for one in members]
                 part, positions_T = AttentionMetadata.build(
-                    [rows.count] * len(members), ends, tables_SB[members], kv.block_size, self.device
+                    [span.count] * len(members), ends, tables_SB[members], kv.block_size, self.device
                 )
-                own = [slice(starts[one] + max(rows.begin, 0), starts[one] + rows.end) for one in members]
+                own = [slice(starts[one] + max(span.begin, 0), starts[one] + span.end) for one in members]
                 ids, embeds = [], []
                 for member, place in zip(members, own, strict=True):
-                    before = earlier[member][rows.begin :] if rows.begin < 0 else None
+                    before = earlier[member][span.begin :] if span.begin < 0 else None
                     ids += [input_ids_T[place]] if before is None else [before, input_ids_T[place]]
                     if embeds_TI is not None:
                         embeds += [embeds_TI[place]] if before is None else [self.embed(before), embeds_TI[place]]
@@ -147,12 +147,12 @@ class StatefulModel(TransformersModel):
                     replace(part, state_slots=tuple(slots[one] for one in members)),
                     kv,
                     attention,
-                    None if rows.advances else rows,
+                    None if span.advances else span,
                 )
                 if hidden_TI is None:
                     hidden_TI = found.new_empty(metadata.num_rows, found.shape[1])
                 for number, place in enumerate(own):
-                    end = (number + 1) * rows.count
+                    end = (number + 1) * span.count
                     hidden_TI[place] = found[end - (place.stop - place.start) : end]
         assert hidden_TI is not None, "a step has sequences"
         later = []

@@ -92,5 +92,5 @@ class Fp4Matrix(StoredMatrix):
 
     @override
     def block_rows(self, first: int, last: int) -> Tensor:
-        packed = self.packed[first:last].unflatten(1, (-1, self.group // 2))
+        packed = self.packed[first:last].view(last - first, -1, self.group // 2)
         return gguf_rows(packed, self.scale[first:last])
