@@ -40,6 +40,7 @@ const acts = {
   shorten: (turn) => attempt(() => session.shorten(turn)),
   sendAll: () => session.sendAll(),
   shortenNext: () => session.shortenNext(),
+  summarise: () => session.summarise().catch((error) => composer.say(`Not summarised: ${error.message}`)),
   edit: (turn, text) => attempt(() => session.edit(turn, text)),
   results: (turn, texts) => attempt(() => session.giveResults(turn, texts)),
   choose: (turn) => session.choose(turn),

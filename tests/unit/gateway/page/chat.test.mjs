@@ -370,6 +370,62 @@ test("a conversation longer than the context goes on without its older half", as
   assert.equal(sentTurns(session.conversation, session.conversation.leaf).length, 8);
 });
 
+test("the model summarises older turns on request, and the summary is sent in their place", async () => {
+  const sent = [];
+  const session = sessionWith(async function* chat(body) {
+    sent.push(body.messages.map((message) => message.content));
+    yield said(body.messages.at(-1).content.startsWith("Summarise") ? " They greeted " : `answer ${sent.length}`);
+    if (body.messages.at(-1).content.startsWith("Summarise")) yield said("each other. ");
+  });
+  session.conversation.settings.system = "Be brief.";
+  const ended = async () => { while (session.isRunning) await new Promise(setImmediate); };
+  for (const question of ["a", "b", "c", "d"]) {
+    session.send(question);
+    await ended();
+  }
+  await session.summarise();
+  assert.deepEqual(sent.at(-1).slice(0, -1), ["Be brief.", "a", "answer 1", "b", "answer 2"]);
+  session.send("e");
+  await ended();
+  const short = "Be brief.\n\nThe conversation before, in short: They greeted each other.";
+  assert.deepEqual(sent.at(-1), [short, "c", "answer 3", "d", "answer 4", "e"]);
+  // The next summary has the first one in it.
+  await session.summarise();
+  assert.equal(sent.at(-1)[0], short);
+  const copy = readConversation(JSON.parse(JSON.stringify(session.conversation)), readSettings);
+  assert.equal(copy.summary, "They greeted each other.");
+  session.sendAll();
+  session.send("f");
+  await ended();
+  assert.deepEqual(sent.at(-1).slice(0, 2), ["Be brief.", "a"]);
+});
+
+test("a summary that is stopped or fails changes nothing", async () => {
+  let fails = false;
+  const session = sessionWith(async function* chat(body, signal) {
+    if (!body.messages.at(-1).content.startsWith("Summarise")) return yield said("yes");
+    if (fails) throw problemOf({ error: { message: "full" } }, 429);
+    yield said("They");
+    await new Promise((resolve, reject) => { signal.addEventListener("abort", () => reject(new DOMException("stopped", "AbortError"))); });
+  });
+  const ended = async () => { while (session.isRunning) await new Promise(setImmediate); };
+  assert.equal(await session.summarise(), undefined);
+  for (const question of ["a", "b"]) {
+    session.send(question);
+    await ended();
+  }
+  const summary = session.summarise();
+  assert.ok(session.isRunning);
+  await new Promise(setImmediate);
+  session.stop();
+  await summary;
+  fails = true;
+  await assert.rejects(session.summarise(), /full/);
+  assert.equal(session.isRunning, false);
+  assert.equal(session.conversation.first, undefined);
+  assert.equal(session.conversation.summary, undefined);
+});
+
 test("a question that is too long by itself cannot be shortened", () => {
   const { conversation, question, answer } = talk();
   assert.equal(laterStart(conversation, question.id), null);

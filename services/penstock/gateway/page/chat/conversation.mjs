@@ -55,10 +55,12 @@ export function choose(conversation, turn) {
   conversation.leaf = leaf.id;
 }
 
-/** The messages of a request of these turns. */
+/** The messages of a request of these turns. A summary of those before them follows the system prompt. */
 export function messagesOf(conversation, turns) {
-  const system = conversation.settings.system.trim();
-  const messages = system ? [{ role: "system", content: conversation.settings.system }] : [];
+  const { settings, summary, first } = conversation;
+  const isShort = turns[0]?.id === first && turns[0]?.parent !== null;
+  const parts = [settings.system.trim() && settings.system, isShort && summary && `The conversation before, in short: ${summary}`].filter(Boolean);
+  const messages = parts.length ? [{ role: "system", content: parts.join("\n\n") }] : [];
   for (const turn of turns) {
     if (turn.role === "user") messages.push({ role: "user", content: turn.content });
     else if (turn.role === "tool") messages.push({ role: "tool", tool_call_id: turn.call, content: turn.content });
@@ -103,6 +105,7 @@ export function readConversation(value, readSettings) {
     conversation.next = Math.max(conversation.next, Number(id.slice(1)) + 1);
   }
   if (Object.hasOwn(conversation.turns, value.first)) conversation.first = value.first;
+  if (conversation.first && value.summary !== undefined) conversation.summary = text(value.summary, "summary");
   conversation.leaf = Object.hasOwn(conversation.turns, value.leaf) ? value.leaf : Object.keys(conversation.turns).at(-1) ?? null;
   return conversation;
 }

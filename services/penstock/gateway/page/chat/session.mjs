@@ -5,6 +5,7 @@ import { Keeper } from "./keeper.mjs";
 import { requestBody } from "./request.mjs";
 import { run } from "./run.mjs";
 import { defaultSettings, readSettings } from "./settings.mjs";
+import { summaryBody, takeSummary } from "./summary.mjs";
 import { laterStart, leaveOut } from "./window.mjs";
 
 export class Session {
@@ -91,9 +92,31 @@ export class Session {
     if (leaveOut(this.conversation)) this.changed();
   }
 
+  /** Has the model summarise the older half of the turns, and sends the summary in their place. Throws Problem; does nothing when it is stopped. */
+  async summarise() {
+    const { conversation } = this;
+    const start = laterStart(conversation, conversation.leaf);
+    if (!start || this.isRunning) return;
+    const abort = new AbortController();
+    this.runs.set(conversation.id, abort);
+    this.changed();
+    let text = "";
+    try {
+      for await (const chunk of this.api.chat(summaryBody(conversation, start), abort.signal)) text += chunk.choices?.[0]?.delta?.content ?? "";
+    } catch (error) {
+      if (!abort.signal.aborted) throw error;
+    } finally {
+      if (this.runs.get(conversation.id) === abort) this.runs.delete(conversation.id);
+      if (!abort.signal.aborted && text.trim()) takeSummary(conversation, start, text.trim());
+      if (this.store.conversations.has(conversation.id)) this.store.save(conversation);
+      if (conversation === this.conversation) this.on.turned();
+    }
+  }
+
   /** Sends all turns again from now on. */
   sendAll() {
     delete this.conversation.first;
+    delete this.conversation.summary;
     this.changed();
   }
 

@@ -62,15 +62,17 @@ export class Composer {
     this.note.hidden = !text;
   }
 
-  /** Shows how full the context is, from half of it on with the way to leave older turns out; null: not known. */
+  /** Shows how full the context is, from half of it on with the ways to make older turns short; null: not known. */
   context(fill, canShorten) {
     this.fill.hidden = !fill;
     if (!fill) return;
     const words = `Context: ${fill.used} of ${fill.most} tokens (${Math.round(fill.share * 100)}%)`;
     const meter = el("meter", { min: 0, max: 1, low: 0.7, high: 0.9, optimum: 0, value: fill.share, "aria-label": words });
-    const shorten = fill.share >= 0.5 && canShorten
-      && button(icon("remove"), "Leave out the older half", this.acts.shortenNext, { label: true, class: "quiet small-button" });
-    this.fill.replaceChildren(meter, ` ${words} `, ...(shorten ? [shorten] : []));
+    const ways = fill.share >= 0.5 && canShorten ? [
+      button(icon("compare"), "Summarise the older half", this.acts.summarise, { label: true, class: "quiet small-button" }),
+      button(icon("remove"), "Leave out the older half", this.acts.shortenNext, { label: true, class: "quiet small-button" }),
+    ] : [];
+    this.fill.replaceChildren(meter, ` ${words} `, ...ways);
   }
 
   /** Shows what is set beside the text. */

@@ -28,7 +28,7 @@ export class TurnsView {
     const rows = [];
     path.forEach((turn, at) => {
       if (turn.role === "tool") return;
-      if (at > 0 && turn.id === conversation.first) rows.push(this.leftOut());
+      if (at > 0 && turn.id === conversation.first) rows.push(this.leftOut(conversation.summary));
       const pair = pairOf(conversation, turn);
       const place = (one) => ({
         branches: branches(conversation, one), results: resultsAfter(path, at), isLast: at === path.length - 1,
@@ -42,9 +42,10 @@ export class TurnsView {
   }
 
   /** The line between the turns that are not sent and those that are. */
-  leftOut() {
+  leftOut(summary) {
     return el(
-      "p", { class: "note small left-out" }, "The turns above are not sent: the conversation was longer than the model's context. ",
+      "div", { class: "note small left-out" },
+      summary ? el("p", { dir: "auto" }, `The turns above are sent as this summary: ${summary}`) : "The turns above are not sent: they would fill the model's context. ",
       button(icon("retry"), "Send them again", () => this.acts.sendAll(), { label: true, class: "small-button" }),
     );
   }
