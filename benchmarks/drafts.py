@@ -18,7 +18,7 @@ itself. Answers of all kinds in turns, medians; tokens a step are output tokens 
 speed-up is told by the clock and by processor time, which other work on the machine changes less; that one is for
 `--threads 1`.
 `same_ids` counts answers that are those of plain decoding. The embedded model has its draft head, too, which answers
-questions of other kinds (`questions`). With `--head` the real model has one, as dev/train_head.py makes it.
+questions of other kinds (`questions`). With `--head` the real model has one, too, in place of the other drafts.
 """
 
 from __future__ import annotations
