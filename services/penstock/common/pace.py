@@ -77,8 +77,9 @@ class Pace(NamedTuple):
         """Expected tokens of a request, which its tenant is charged."""
         return demand.prompt_tokens + demand.sequences * self.output(demand)
 
-    def wait_seconds(self, demand: Demand, coming: Mapping[str, float] | None = None) -> float:
+    def wait_seconds(self, demand: Demand, coming: Mapping[str, float] | None = None, since: float = 0.0) -> float:
         """Seconds until the request starts; O(tenants). `coming`: tokens by tenant that the report does not have yet.
+        `since`: seconds since the figures were measured, in which the engine has gone on.
 
         Tenants take turns by tokens: before this request's turn each other tenant gets at most as much as its own.
         Nobody waits for requests of idle capacity.
@@ -96,9 +97,8 @@ class Pace(NamedTuple):
         placed = self.free_places * own / demand.sequences
         if tokens <= placed:
             return 0.0
-        if not self.tokens_per_second:
-            return self.uneven_seconds
-        return (tokens - placed) / self.tokens_per_second + self.uneven_seconds
+        work = (tokens - placed) / self.tokens_per_second if self.tokens_per_second else 0.0
+        return max(work + self.uneven_seconds - since, 0.0)
 
     def serving_seconds(self, demand: Demand) -> float:
         """Seconds from a request's first step to its end, at the present speed."""
@@ -122,13 +122,15 @@ class Pace(NamedTuple):
         waited = min(_WAITS_FULLY * wait_seconds, serving_seconds) / serving_seconds if serving_seconds else 1.0
         return self.headroom * (1.0 + (self.wait_headroom - 1.0) * waited)
 
-    def seconds_late(self, demand: Demand, left: float, coming: Mapping[str, float] | None = None) -> float:
+    def seconds_late(
+        self, demand: Demand, left: float, coming: Mapping[str, float] | None = None, since: float = 0.0
+    ) -> float:
         """Seconds by which the request would miss its deadline, `left` seconds from now; 0: it would not.
 
         It is also 0 for a request that does not wait and that even an idle engine could not end in time: refusing it
         gains nothing.
         """
-        wait, serving = self.wait_seconds(demand, coming), self.serving_seconds(demand)
+        wait, serving = self.wait_seconds(demand, coming, since), self.serving_seconds(demand)
         late = (wait + serving) * self.headroom_of(wait, serving) - left
         if not self.is_busy and self._steps(demand) * self.least_step_seconds * self.headroom > left:
             return 0.0

@@ -64,7 +64,8 @@ class Forecast:
             there = {tenant: tokens / len(backends) for tenant, tokens in coming.items()}
             for tenant, tokens in backend.load.sent_tokens.items():
                 there[tenant] = there.get(tenant, 0.0) + tokens
-            late = min(late, backend.load.pace.seconds_late(demand, counted, there))
+            load = backend.load
+            late = min(late, load.pace.seconds_late(demand, counted, there, load.seconds_since))
             if not late:
                 return
         if late:

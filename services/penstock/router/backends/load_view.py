@@ -11,6 +11,9 @@ from penstock.common.pace import Demand, Pace
 from penstock.router.backends.load_report import LoadReport
 from penstock.router.backends.report_age import ReportAge
 
+# Reports come at least so often while steps end.
+_MOST_SECONDS_SINCE = 0.25
+
 
 class LoadView:
     """Last report of a backend, corrected by our own requests. Implements policy.CandidateLoad."""
@@ -32,6 +35,8 @@ class LoadView:
         self._reported_in_flight = self._reported_idle = 0
         self._num_reports = self._progress = 0
         self._age = ReportAge()
+        # Our time at which the figures were measured; None: that is not told.
+        self._measured_at: float | None = None
         # Requests that no report counts yet, in order: the time, the tenant and its tokens; and their sums.
         self._sent: deque[tuple[float, str, float]] = deque()
         self._sent_tokens: dict[str, float] = {}
@@ -46,7 +51,9 @@ class LoadView:
         self._report = report
         self._reported_in_flight, self._reported_idle = self._in_flight(), self._idle_in_flight()
         now = self._clock()
-        counted_until = now - 2 * self._age.of(report.measured_at, now)
+        age = self._age.of(report.measured_at, now)
+        self._measured_at = now - age if report.measured_at else None
+        counted_until = now - 2 * age
         while self._sent and self._sent[0][0] <= counted_until:
             self._sent.popleft()
         self._sent_tokens.clear()
@@ -116,6 +123,13 @@ class LoadView:
     def pace(self) -> Pace:
         """Figures of the report."""
         return self._report.pace
+
+    @property
+    def seconds_since(self) -> float:
+        """Seconds since the figures were measured, in which the backend surely went on; 0: that is not told."""
+        if self._measured_at is None:
+            return 0.0
+        return min(self._clock() - self._measured_at, _MOST_SECONDS_SINCE)
 
     @property
     def sent_tokens(self) -> Mapping[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from penstock.common.pace import Demand
 from penstock.router.backends.load_report import LoadReport, from_load
 from penstock.router.backends.load_view import LoadView
@@ -74,6 +75,22 @@ def test_what_was_sent_after_the_figures_were_measured_still_counts() -> None:
     seen.now += 0.1
     seen.view.take(LoadReport(measured_at=6.16))
     assert not seen.view.sent_tokens
+
+
+def test_figures_grow_old_until_the_next_report() -> None:
+    seen = Seen()
+    assert seen.view.seconds_since == 0.0
+    seen.view.take(LoadReport(measured_at=5.0))
+    seen.now += 0.1
+    assert seen.view.seconds_since == pytest.approx(0.1)
+    # 0.02 s late.
+    seen.now += 0.02
+    seen.view.take(LoadReport(measured_at=5.1))
+    assert seen.view.seconds_since == pytest.approx(0.02, abs=1e-3)
+    seen.now += 60.0
+    assert seen.view.seconds_since == 0.25, "nothing is known of a backend that has stopped"
+    seen.view.take(LoadReport())
+    assert seen.view.seconds_since == 0.0, "an older release"
 
 
 def test_a_backend_that_tells_no_time_counts_all_that_was_sent() -> None:
