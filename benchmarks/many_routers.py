@@ -129,7 +129,6 @@ class SeenBackend:
         self.prefixes = PrefixIndex(KNOWN)
 
     def match(self, hashes: Any) -> int:
-        """See policy.Candidate."""
         return self.prefixes.match(hashes)
 
     def report(self, policy: Policy[SeenBackend] | None) -> None:

@@ -75,7 +75,6 @@ class Timed:
     steps: list[tuple[int, float]] = field(default_factory=list)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """See Runner."""
         started = time.perf_counter()
         result = self.runner.execute(output)
         seconds = time.perf_counter() - started - result.out_seconds - result.in_seconds
@@ -83,7 +82,6 @@ class Timed:
         return result
 
     def release(self, seq_ids: Any) -> None:
-        """See Runner."""
         self.runner.release(seq_ids)
 
     @property

@@ -28,6 +28,7 @@ from penstock.generation.models.registry import FAMILIES
 from penstock.generation.weights.tensor_names import LayerLinear, tensor_shapes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 PINNED = Path(__file__).parents[1] / "tests" / "data" / "npu_schemas.json"
 # Norms of heads in one, a window in the other, heads of two sizes that the attention takes.
@@ -59,8 +60,8 @@ class Calls(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.results: dict[str, str] = {}
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
         found = func(*args, **(kwargs or {}))
         if func.namespace == "npu":
             name = func._opname
@@ -93,12 +94,10 @@ class FakeWeights:
         return torch.empty(shape, dtype=self.dtype, device=self._device.torch_device)
 
     def head_and_table(self) -> Any:
-        """See Weights."""
         table = self._empty(self._config.vocab_size, self._config.hidden_size)
         return self._method.head(self._empty(self._config.vocab_size, self._config.hidden_size)), table
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Any:
-        """See Weights."""
         weight = self._empty(*linear.shape)
         bias = self._empty(linear.shape[0]) if linear.has_bias else None
         if linear.gated:
@@ -106,11 +105,10 @@ class FakeWeights:
         return self._method.linear(weight, bias)
 
     def tensor(self, name: str, *, is_exact: bool = False) -> torch.Tensor:
-        """See Weights."""
         return self._empty(*self._shapes[name])
 
     def layer_is_complete(self) -> None:
-        """See Weights."""
+        pass
 
 
 def config_of(family: str) -> ModelConfig:

@@ -126,24 +126,21 @@ class RandomWeights:
         self._kernels = device.layer_kernels(dtype)
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """See Weights."""
         shape = (self._config.vocab_size, self._config.hidden_size)
         return self._counted(self._method.head(self._numbers(shape))), self._numbers(shape)
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """See Weights."""
         weight = self._numbers(linear.shape)
         if linear.gated:
             return self._counted(self._method.gated(weight, None, self._kernels, activation))
         return self._counted(self._method.linear(weight, None))
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights: norms."""
         shape = tensor_shapes(self._config)[name]
         return torch.ones(shape, dtype=torch.float32 if is_exact else self.dtype, device=self._device.torch_device)
 
     def layer_is_complete(self) -> None:
-        """See Weights."""
+        pass
 
     def _numbers(self, shape: tuple[int, ...]) -> Tensor:
         made = torch.empty(shape, dtype=self.dtype, device=self._device.torch_device)

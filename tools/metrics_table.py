@@ -18,6 +18,7 @@ from penstock.tokenizer.metrics import TokenizerMetrics
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
 HEAD = """\
@@ -44,8 +45,8 @@ class _Registry(CollectorRegistry):
         super().__init__()
         self.collectors: list[Collector] = []
 
+    @override
     def register(self, collector: Collector) -> None:
-        """See CollectorRegistry."""
         self.collectors.append(collector)
         super().register(collector)
 

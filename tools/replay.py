@@ -30,6 +30,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
@@ -55,10 +57,10 @@ class _Recorded(ModeRegistry):
         super().__init__(MODES)
         self._strategy = strategy
 
+    @override
     def make_strategy(
         self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]
     ) -> DecodingStrategy:
-        """See ModeRegistry."""
         return self._strategy(request, criteria, next_seq_id)
 
 
@@ -201,8 +203,8 @@ class _FittedPolicy(SwapPolicy):
         self._row_seconds = row_seconds
         self._block_seconds = block_seconds
 
+    @override
     def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
-        """See SwapPolicy."""
         if self._way != AUTO:
             return super().swaps(group, blocks, tokens)
         return 2 * blocks * self._block_seconds <= tokens * self._row_seconds

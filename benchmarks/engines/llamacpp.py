@@ -6,6 +6,8 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.engines.base import Adapter, TextScores, TokenTimes
 from benchmarks.engines.gguf_files import gguf_file_of
 
@@ -28,15 +30,15 @@ class _Sequence:
 class LlamaCpp(Adapter):
     """Each step takes a token of every sequence that decodes, and fills up with prompts in order of arrival."""
 
+    @override
     def prepare(self) -> None:
-        """See Adapter."""
         import llama_cpp
 
         self._api: Any = llama_cpp
         self._file = gguf_file_of(self.settings)
 
+    @override
     def load(self) -> None:
-        """See Adapter."""
         api = self._api
         api.llama_backend_init()
         self._model = api.llama_model_load_from_file(str(self._file).encode(), api.llama_model_default_params())
@@ -59,8 +61,9 @@ class LlamaCpp(Adapter):
             raise RuntimeError("llama.cpp made no context")
         return context
 
+    @override
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        """See Adapter; making and freeing the context is not counted."""
+        """Making and freeing the context is not counted."""
         context = self._context(prompts, outputs)
         batch = self._api.llama_batch_init(BATCH, 0, 1)
         sequences = [_Sequence(prompt, wanted) for prompt, wanted in zip(prompts, outputs, strict=True)]
@@ -79,8 +82,8 @@ class LlamaCpp(Adapter):
             self._api.llama_free(context)
         return times.times
 
+    @override
     def score(self, documents: list[list[int]]) -> TextScores:
-        """See Adapter."""
         scores = TextScores()
         batch = self._api.llama_batch_init(SCORED_ROWS, 0, 1)
         try:
@@ -142,14 +145,14 @@ class LlamaCpp(Adapter):
         values = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self._vocab_size)).contents
         return int(numpy.frombuffer(values, dtype=numpy.float32).argmax())
 
+    @override
     def version(self) -> str:
-        """See Adapter."""
         return f"llama-cpp-python {self._api.__version__}"
 
+    @override
     def facts(self) -> dict[str, int | float | str]:
-        """See Adapter."""
         return {"weights_bytes": self._api.llama_model_size(self._model)}
 
+    @override
     def close(self) -> None:
-        """See Adapter."""
         self._api.llama_model_free(self._model)

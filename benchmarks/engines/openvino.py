@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.engines.base import Adapter, Settings, TokenTimes
 
 PRECISIONS = {"bf16": "bf16", "fp32": "f32", "int8": "bf16", "int4": "bf16"}
@@ -52,16 +54,16 @@ def converted(settings: Settings) -> Path:
 class OpenVino(Adapter):
     """ContinuousBatchingPipeline, a step at a time; token ids in and out, the prefix cache on."""
 
+    @override
     def prepare(self) -> None:
-        """See Adapter."""
         import openvino
         import openvino_genai
 
         self._tensor, self._genai = openvino.Tensor, openvino_genai
         self._folder = converted(self.settings)
 
+    @override
     def load(self) -> None:
-        """See Adapter."""
         scheduler = self._genai.SchedulerConfig()
         scheduler.cache_size = int(self.settings.options.get("kv_gib", "2"))
         scheduler.max_num_seqs = 64
@@ -76,8 +78,8 @@ class OpenVino(Adapter):
         self._ids = itertools.count()
         self.run([[1, 2, 3]], [2])
 
+    @override
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        """See Adapter."""
         import numpy
 
         times = TokenTimes(len(prompts))
@@ -98,6 +100,6 @@ class OpenVino(Adapter):
                         times.add(index, len(output.generated_ids))
         return times.times
 
+    @override
     def version(self) -> str:
-        """See Adapter."""
         return f"OpenVINO GenAI {self._genai.__version__}"

@@ -7,6 +7,8 @@ import itertools
 import time
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.engines.base import Adapter, Settings, TextScores, TokenTimes, Unsupported
 from benchmarks.engines.compressed import QUANTIZED_BY_US, quantised_by_us
 from benchmarks.engines.gguf_files import gguf_file_of, is_gguf
@@ -78,8 +80,8 @@ class PenstockEngine(Adapter):
 
     takes_adapters = True
 
+    @override
     def prepare(self) -> None:
-        """See Adapter."""
         from penstock.generation.engine import engine, loop  # noqa: F401  # torch is loaded here
         from penstock.generation.startup.load import load  # noqa: F401
 
@@ -87,8 +89,8 @@ class PenstockEngine(Adapter):
         self._runner = asyncio.Runner()
         self._ids = itertools.count()
 
+    @override
     def load(self) -> None:
-        """See Adapter."""
         from penstock.common.config import from_env_and_flags
         from penstock.generation.config import GenerationServiceConfig
         from penstock.generation.engine.engine import Engine
@@ -109,12 +111,13 @@ class PenstockEngine(Adapter):
         self._loop = EngineLoop(self._engine, asyncio.get_running_loop(), self._deliver, self._failed)
         self._loop.start()
 
+    @override
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        """See Adapter."""
         return self._runner.run(self._run(prompts, outputs))
 
+    @override
     def score(self, documents: list[list[int]]) -> TextScores:
-        """See Adapter; by prompt_logprobs, as a client gets them."""
+        """Reads prompt_logprobs, as a client gets them."""
         scores = TextScores()
         for ids in documents:
             self._runner.run(self._run([ids], [1], prompt_logprobs=1))
@@ -162,19 +165,19 @@ class PenstockEngine(Adapter):
         if not self._done.done():
             self._done.set_exception(error)
 
+    @override
     def version(self) -> str:
-        """See Adapter."""
         import penstock
         import torch
 
         return f"{penstock.__version__} (torch {torch.__version__})"
 
+    @override
     def facts(self) -> dict[str, int | float | str]:
-        """See Adapter."""
         loaded = self._loaded
         return {"weights_bytes": loaded.weights.model.num_bytes, "kv_bytes": loaded.pools.kv.num_bytes}
 
+    @override
     def close(self) -> None:
-        """See Adapter."""
         self._loop.stop()
         self._runner.close()

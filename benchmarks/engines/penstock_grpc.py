@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.engines.base import Adapter, TextScores, TokenTimes
 from benchmarks.engines.penstock import model_path, named_adapters, service_options
 
@@ -18,14 +20,15 @@ class PenstockStack(Adapter):
 
     takes_adapters = True
 
+    @override
     def prepare(self) -> None:
-        """See Adapter."""
         sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
         self._options = service_options(self.settings)
         self._runner = asyncio.Runner()
 
+    @override
     def load(self) -> None:
-        """See Adapter; until all three report SERVING."""
+        """Waits until all three report SERVING."""
         from factories.servers.stack import Stack
 
         flags = [part for name, value in self._options.items() for part in ("--" + name.replace("_", "-"), value)]
@@ -46,8 +49,8 @@ class PenstockStack(Adapter):
         self._channel = grpc.aio.insecure_channel(self._stack.address)
         self._stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
 
+    @override
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        """See Adapter."""
         return self._runner.run(self._run(prompts, outputs))
 
     async def _run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
@@ -65,8 +68,9 @@ class PenstockStack(Adapter):
         await asyncio.gather(*(stream(index, request) for index, request in enumerate(requests)))
         return times.times
 
+    @override
     def score(self, documents: list[list[int]]) -> TextScores:
-        """See Adapter; by prompt_logprobs."""
+        """Reads prompt_logprobs."""
         return self._runner.run(self._score(documents))
 
     async def _score(self, documents: list[list[int]]) -> TextScores:
@@ -82,8 +86,8 @@ class PenstockStack(Adapter):
                         scores.likeliest.append(place.top[0].token_id)
         return scores
 
+    @override
     def version(self) -> str:
-        """See Adapter."""
         import penstock
 
         return f"{penstock.__version__}, router + tokenizer + generation"
@@ -97,8 +101,8 @@ class PenstockStack(Adapter):
         roots = [psutil.Process(process.popen.pid) for process in self._stack.processes]
         return [one.pid for root in roots for one in [root, *root.children(recursive=True)]]
 
+    @override
     def close(self) -> None:
-        """See Adapter."""
         try:
             self._runner.run(self._channel.close())
             self._runner.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.engines.base import Adapter, TextScores, TokenTimes, Unsupported
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -12,8 +14,8 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 class Generate(Adapter):
     """One generate() for all requests. Prompts of a cell must have one length; shorter outputs wait for the longest."""
 
+    @override
     def prepare(self) -> None:
-        """See Adapter."""
         import torch
         import transformers
 
@@ -22,8 +24,8 @@ class Generate(Adapter):
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(self.settings.threads)
 
+    @override
     def load(self) -> None:
-        """See Adapter."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -32,8 +34,8 @@ class Generate(Adapter):
         self._model.generation_config.eos_token_id = None  # generate() takes it from here where it is given None
         self.run([[1, 2, 3]], [2])
 
+    @override
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        """See Adapter."""
         import torch
         from transformers import GenerationConfig, StoppingCriteriaList
 
@@ -52,8 +54,8 @@ class Generate(Adapter):
             )
         return times.times
 
+    @override
     def score(self, documents: list[list[int]]) -> TextScores:
-        """See Adapter."""
         import torch
 
         scores = TextScores()
@@ -63,12 +65,12 @@ class Generate(Adapter):
                 scores.add_logits(logits.numpy(), ids[1:])
         return scores
 
+    @override
     def facts(self) -> dict[str, int | float | str]:
-        """See Adapter."""
         return {"weights_bytes": self._model.get_memory_footprint()}
 
+    @override
     def version(self) -> str:
-        """See Adapter."""
         import torch
         import transformers
 

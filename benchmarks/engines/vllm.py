@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.engines import w8a8
 from benchmarks.engines.base import Adapter, TextScores, TokenTimes, Unsupported
 from benchmarks.engines.compressed import QUANTIZED_BY_US, quantised_by_us
@@ -21,8 +23,8 @@ class Vllm(Adapter):
 
     takes_adapters = True
 
+    @override
     def prepare(self) -> None:
-        """See Adapter."""
         self._model = Path(self.settings.model)
         if self.settings.dtype.startswith(QUANTIZED_BY_US):
             self._model = quantised_by_us(self.settings, may_make=False)
@@ -43,8 +45,8 @@ class Vllm(Adapter):
         }
         import vllm  # noqa: F401
 
+    @override
     def load(self) -> None:
-        """See Adapter."""
         from vllm import EngineArgs, LLMEngine
 
         arguments = EngineArgs(
@@ -76,8 +78,8 @@ class Vllm(Adapter):
         place = self.adapter(number)
         return LoRARequest(str(place), place + 1, self.settings.adapters[place])
 
+    @override
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        """See Adapter."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -99,8 +101,8 @@ class Vllm(Adapter):
                 times.add(index[output.request_id], len(output.outputs[0].token_ids))
         return times.times
 
+    @override
     def score(self, documents: list[list[int]]) -> TextScores:
-        """See Adapter."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -124,8 +126,8 @@ class Vllm(Adapter):
                 scores.likeliest.append(next(name for name, one in place.items() if one.rank == 1))
         return scores
 
+    @override
     def version(self) -> str:
-        """See Adapter."""
         import torch
         import vllm
 

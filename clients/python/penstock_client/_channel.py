@@ -55,19 +55,16 @@ class _AioEvents:
         self._call = call
 
     async def read_all(self) -> list[Any]:
-        """See AsyncEvents."""
         event = await self._call.read()
         return [] if event is END else [event]
 
     async def run(self, take: Callable[[list[Any]], bool]) -> bool:
-        """See AsyncEvents."""
         while events := await self.read_all():
             if not take(events):
                 return False
         return True
 
     def cancel(self) -> object:
-        """See AsyncEvents."""
         return self._call.cancel()
 
 

@@ -166,7 +166,7 @@ class StageView(Protocol):
 
 
 class LiveLine:
-    """Line of a terminal that is redrawn: the earliest stage that is open."""
+    """StageView of a terminal: a line that is redrawn: the earliest stage that is open."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -174,10 +174,9 @@ class LiveLine:
         self._is_drawn = False
 
     def begin(self, stage: ShownStage, now: float) -> None:
-        """See StageView: the next tick draws it."""
+        """The next tick draws it."""
 
     def tick(self, stages: Iterable[ShownStage], now: float) -> None:
-        """See StageView."""
         first = next(iter(stages), None)
         if first is not None:
             # The cursor goes back to the beginning: a line that another process writes here begins there, too.
@@ -186,14 +185,13 @@ class LiveLine:
             self._is_drawn = True
 
     def end(self, stage: ShownStage, now: float) -> None:
-        """See StageView: a line that stays, for a stage that took long."""
+        """A line that stays, for a stage that took long."""
         self.hide()
         if now - stage.began >= SHOWN_SECONDS:
             self._stream.write(stage.ended(now) + "\n")
             self._stream.flush()
 
     def hide(self) -> None:
-        """See StageView."""
         if self._is_drawn:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()
@@ -226,16 +224,15 @@ class LiveLine:
 
 
 class PlainLines:
-    """A line when a stage has lasted for a second, every LINE_SECONDS, and at its end."""
+    """StageView without a terminal: a line when a stage has lasted for a second, every LINE_SECONDS, and at its end."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
 
     def begin(self, stage: ShownStage, now: float) -> None:
-        """See StageView: the first line comes after the stage has lasted a while."""
+        """The first line comes after the stage has lasted a while."""
 
     def tick(self, stages: Iterable[ShownStage], now: float) -> None:
-        """See StageView."""
         for stage in stages:
             if now - (stage.began if stage.shown is None else stage.shown) < _patience(stage):
                 continue
@@ -244,12 +241,11 @@ class PlainLines:
             self._write(f"{stage.doing}: {stage.facts(now)}" if has_facts else f"{stage.doing} …")
 
     def end(self, stage: ShownStage, now: float) -> None:
-        """See StageView."""
         if stage.shown is not None:
             self._write(stage.ended(now))
 
     def hide(self) -> None:
-        """See StageView: lines stay."""
+        """Lines stay."""
 
 
 def _patience(stage: ShownStage) -> float:
@@ -257,26 +253,24 @@ def _patience(stage: ShownStage) -> float:
 
 
 class LogLines:
-    """A record at the start of a stage, every LINE_SECONDS, and at its end. Logging must be configured."""
+    """StageView of a log: a record at the start of a stage, every LINE_SECONDS, and at its end. Logging must be
+    configured."""
 
     def begin(self, stage: ShownStage, now: float) -> None:
-        """See StageView."""
         stage.shown = now
         self._log("begin", stage, now)
 
     def tick(self, stages: Iterable[ShownStage], now: float) -> None:
-        """See StageView."""
         for stage in stages:
             if stage.shown is not None and now - stage.shown >= LINE_SECONDS:
                 stage.shown = now
                 self._log("running", stage, now)
 
     def end(self, stage: ShownStage, now: float) -> None:
-        """See StageView."""
         self._log("end", stage, now)
 
     def hide(self) -> None:
-        """See StageView: records stay."""
+        """Records stay."""
 
     def _log(self, state: str, stage: ShownStage, now: float) -> None:
         from penstock.common.logging import get_logger

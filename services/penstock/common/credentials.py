@@ -200,13 +200,12 @@ class BearerTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenFiles:
-    """Several files; the tokens of each are accepted."""
+    """BearerTokens of several files; the tokens of each are accepted."""
 
     files: tuple[BearerTokens, ...]
 
     @property
     def wanted(self) -> str:
-        """See BearerTokens."""
         return ", or ".join(file.wanted for file in self.files)
 
     def accepts(self, authorization: str | bytes | None) -> bool:

@@ -41,16 +41,13 @@ class _PostgresRows:
         self._connection = connection
 
     def all(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        """See Rows."""
         found: list[tuple[Any, ...]] = self._connection.execute(_in_its_style(statement), values).fetchall()
         return found
 
     def change(self, statement: str, *values: Any) -> int:
-        """See Rows."""
         return int(self._connection.execute(_in_its_style(statement), values).rowcount)
 
     def change_many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
-        """See Rows."""
         if values:
             with self._connection.cursor() as cursor:
                 cursor.executemany(_in_its_style(statement), values)
@@ -92,7 +89,6 @@ class PostgresDatabase:
         self._is_closed = False
 
     async def open(self) -> None:
-        """See Database."""
         try:
             await self._bounded(self._make_tables)
         except (self._psycopg.Error, DatabaseFailed) as error:
@@ -106,7 +102,6 @@ class PostgresDatabase:
                 connection.execute(statement)
 
     async def close(self) -> None:
-        """See Database."""
         if not self._is_closed:
             self._is_closed = True
             # A server that does not answer has no claim on the process's end.
@@ -117,7 +112,6 @@ class PostgresDatabase:
             self._thread.close()
 
     async def run(self, work: Callable[[Rows], T]) -> T:
-        """See Database."""
         try:
             return await self._bounded(lambda: self._transact(work))
         except self._psycopg.Error as error:

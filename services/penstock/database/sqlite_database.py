@@ -26,15 +26,12 @@ class _SqliteRows:
         self._db = db
 
     def all(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        """See Rows."""
         return self._db.execute(statement, values).fetchall()
 
     def change(self, statement: str, *values: Any) -> int:
-        """See Rows."""
         return self._db.execute(statement, values).rowcount
 
     def change_many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
-        """See Rows."""
         self._db.executemany(statement, values)
 
 
@@ -67,7 +64,6 @@ class SqliteDatabase:
         self._db: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """See Database."""
         try:
             await self._thread.run(self._open)
         except (OSError, sqlite3.Error) as error:
@@ -103,14 +99,13 @@ class SqliteDatabase:
         return db
 
     async def close(self) -> None:
-        """See Database."""
         db, self._db = self._db, None
         if db is not None:
             await self._thread.run(db.close)
         self._thread.close()
 
     async def run(self, work: Callable[[Rows], T]) -> T:
-        """See Database. A full disk is a DatabaseFailed."""
+        """A full disk is a DatabaseFailed."""
         try:
             return await self._thread.run(lambda: self._transact(work))
         except sqlite3.Error as error:

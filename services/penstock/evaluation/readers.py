@@ -37,7 +37,7 @@ def read_all(reader: Reader, documents: Documents, most: int, show: ShowRead) ->
 
 
 class FormatReader:
-    """The model of a folder as the generation service computes it."""
+    """A Reader of a folder's model, as the generation service computes it."""
 
     def __init__(self, folder: Path, device: Device, format: NumberFormat, longest: int, chunk: int) -> None:
         """Load the model for documents of at most `longest` tokens; `chunk` of them are one step. Raises
@@ -61,7 +61,6 @@ class FormatReader:
         return self._model.kv_bytes_per_token
 
     def readings(self, documents: Documents, most: int) -> Iterator[Reading]:
-        """See Reader."""
         for ids in documents:
             starts = range(0, len(ids), self._chunk)
             pieces = (self._model.step([ids[at : at + self._chunk]], [at]).cpu() for at in starts)
@@ -69,7 +68,7 @@ class FormatReader:
 
 
 class TransformersReader:
-    """The model of a folder by transformers' own modules, in float32 on the CPU."""
+    """A Reader of a folder's model by transformers' own modules, in float32 on the CPU."""
 
     def __init__(self, folder: Path) -> None:
         """Load the model. Raises StartupError naming --reference where transformers cannot."""
@@ -88,6 +87,5 @@ class TransformersReader:
 
     @torch.inference_mode()
     def readings(self, documents: Documents, most: int) -> Iterator[Reading]:
-        """See Reader."""
         for ids in documents:
             yield Reading.of_logits([self._model(torch.tensor([ids]), use_cache=False).logits[0]], ids, most)

@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from typing_extensions import override
 
 from penstock.common.addresses import BoundAddresses
 from penstock.common.credentials import TokenFile
@@ -211,8 +212,9 @@ class GatewayApp(OwnServer):
             shown.conversation_bytes.set_function(lambda: kept.conversations.num_bytes)
 
     @property
+    @override
     def addresses(self) -> BoundAddresses:
-        """See OwnServer; metrics are on the same port."""
+        """Metrics are on the same port."""
         return BoundAddresses(self._address, self._address)
 
     @property

@@ -83,7 +83,7 @@ class _Transport:
         return head
 
     def close(self) -> None:
-        """See HttpConnection.close."""
+        """Close the connection (HttpConnection.close)."""
         self.release()
         self._connection.close()
 
@@ -201,7 +201,6 @@ class HttpConnection(HttpToolsProtocol):
             self._own.pause_reading()
 
     def go_on(self) -> None:
-        """See Stranger."""
         self._waits = False
         if self.is_closing:
             return
@@ -360,7 +359,6 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """See Stranger."""
         is_idle = self.cycle is None or self.cycle.response_complete
         # Not a connection with a stopped reader, or with a request that waits for its turn.
         return not is_idle and not self.flow.write_paused and self._delayed is None
@@ -465,7 +463,6 @@ class HttpConnection(HttpToolsProtocol):
         self._own.abort()
 
     def evict(self) -> None:
-        """See Stranger."""
         self.abort()
 
 

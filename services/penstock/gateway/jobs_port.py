@@ -33,11 +33,10 @@ class JobsPort:
         self._servicer = JobsServicer(config, jobs, callers, places)
 
     def is_known(self, authorization: str | bytes | None) -> bool:
-        """See serving.server.ChecksCallers. Reflection shows nothing but the protos, so it asks for no token."""
+        """Reflection shows nothing but the protos, so it asks for no token."""
         return self._callers.is_known(authorization.encode() if isinstance(authorization, str) else authorization)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """See serving.server.Service."""
         jobs_pb2_grpc.add_JobsServiceServicer_to_server(self._servicer, server)
 
     async def start(self) -> None:

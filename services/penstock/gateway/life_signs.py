@@ -30,18 +30,15 @@ class NoLifeSigns:
     """LifeSigns where there is no other gateway."""
 
     async def renew(self, caller: str, response_id: str) -> bool:
-        """See LifeSigns."""
         return False
 
     async def drop(self, caller: str, response_id: str) -> None:
-        """See LifeSigns."""
+        pass
 
     async def is_held(self, caller: str, response_id: str) -> bool:
-        """See LifeSigns."""
         return False
 
     async def ask_end(self, caller: str, response_id: str) -> bool:
-        """See LifeSigns."""
         return False
 
 
@@ -53,7 +50,6 @@ class RedisLifeSigns:
         self._place, self._milliseconds = place, max(1, int(seconds * 1000))
 
     async def renew(self, caller: str, response_id: str) -> bool:
-        """See LifeSigns."""
         key = _key(caller, response_id)
         pipe = self._place.redis.pipeline(transaction=False)
         pipe.set(key, _RUNS, px=self._milliseconds, nx=True)
@@ -62,15 +58,12 @@ class RedisLifeSigns:
         return bool((await self._place.call(pipe.execute()))[2] == _ENDS)
 
     async def drop(self, caller: str, response_id: str) -> None:
-        """See LifeSigns."""
         await self._place.call(self._place.redis.delete(_key(caller, response_id)))
 
     async def is_held(self, caller: str, response_id: str) -> bool:
-        """See LifeSigns."""
         return bool(await self._place.call(self._place.redis.exists(_key(caller, response_id))))
 
     async def ask_end(self, caller: str, response_id: str) -> bool:
-        """See LifeSigns."""
         key = _key(caller, response_id)
         return bool(await self._place.call(self._place.redis.set(key, _ENDS, px=self._milliseconds, xx=True)))
 

@@ -32,7 +32,6 @@ class RedisConversations:
         self._delete = place.redis.register_script(DELETE_CONVERSATION)
 
     async def open(self) -> None:
-        """See ConversationStore."""
         pipe = self._place.redis.pipeline(transaction=False)
         pipe.zcard(_AGES)
         pipe.get(_TOTAL)
@@ -40,15 +39,12 @@ class RedisConversations:
             self.num_conversations, self.num_bytes = counts[0], int(counts[1] or 0)
 
     async def add(self, caller: str, conversation: KeptConversation) -> None:
-        """See ConversationStore."""
         await self._write(caller, conversation, "")
 
     async def get(self, caller: str, conversation_id: str) -> KeptConversation | None:
-        """See ConversationStore."""
         return (await self._entry(caller, conversation_id))[0]
 
     async def change(self, caller: str, conversation_id: str, change: Change) -> KeptConversation | None:
-        """See ConversationStore."""
         for _ in range(_MOST_TRIES):
             found, version = await self._entry(caller, conversation_id)
             if found is None:
@@ -59,7 +55,6 @@ class RedisConversations:
         raise StoreFailed("a conversation is changed by too many at once")
 
     async def delete(self, caller: str, conversation_id: str) -> bool:
-        """See ConversationStore."""
         name = _name(caller, conversation_id)
         self.num_conversations, self.num_bytes, removed = await self._place.call(self._delete(_KEYS, (name,)))
         return bool(removed)

@@ -35,7 +35,7 @@ class RedisResponses:
         self._delete = self._redis.register_script(DELETE_RESPONSE)
 
     async def open(self) -> None:
-        """See ResponseStore. Nobody waits for a server that is not there yet: a warning says so."""
+        """Nobody waits for a server that is not there yet: a warning says so."""
         pipe = self._redis.pipeline(transaction=False)
         pipe.zcard(_AGES)
         pipe.get(_TOTAL)
@@ -43,15 +43,12 @@ class RedisResponses:
             self.num_responses, self.num_bytes = counts[0], int(counts[1] or 0)
 
     async def close(self) -> None:
-        """See ResponseStore."""
         await self.place.close()
 
     async def put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
-        """See ResponseStore."""
         await self._write(caller, stored, previous, is_new=True)
 
     async def replace(self, caller: str, stored: StoredResponse, previous: str | None) -> bool:
-        """See ResponseStore."""
         return await self._write(caller, stored, previous, is_new=False)
 
     async def _write(self, caller: str, stored: StoredResponse, previous: str | None, *, is_new: bool) -> bool:
@@ -71,12 +68,10 @@ class RedisResponses:
         return bool(is_written)
 
     async def get(self, caller: str, response_id: str) -> StoredResponse | None:
-        """See ResponseStore."""
         found = await self._entry(caller, response_id)
         return None if found is None else StoredResponse(found["response"], found["input"])
 
     async def chain(self, caller: str, response_id: str, max_bytes: int) -> list[StoredResponse] | None:
-        """See ResponseStore."""
         found: list[StoredResponse] = []
         at: str | None = response_id
         while at is not None:
@@ -91,7 +86,6 @@ class RedisResponses:
         return found[::-1]
 
     async def delete(self, caller: str, response_id: str) -> bool:
-        """See ResponseStore."""
         *counts, removed = await self.place.call(self._delete(_KEYS, (_name(caller, response_id),)))
         self.num_responses, self.num_bytes = counts
         return bool(removed)

@@ -29,31 +29,25 @@ class SqliteConversations:
 
     @property
     def num_conversations(self) -> int:
-        """See ConversationStore."""
         return self._rows.count
 
     @property
     def num_bytes(self) -> int:
-        """See ConversationStore."""
         return self._rows.num_bytes
 
     async def open(self) -> None:
-        """See ConversationStore: the counts are known."""
+        """The counts are known."""
 
     async def add(self, caller: str, conversation: KeptConversation) -> None:
-        """See ConversationStore."""
         await self._place.run(lambda: self._add(caller, conversation))
 
     async def get(self, caller: str, conversation_id: str) -> KeptConversation | None:
-        """See ConversationStore."""
         return await self._place.run(lambda: self._get(caller, conversation_id)[0])
 
     async def change(self, caller: str, conversation_id: str, change: Change) -> KeptConversation | None:
-        """See ConversationStore."""
         return await self._place.run(lambda: self._change(caller, conversation_id, change))
 
     async def delete(self, caller: str, conversation_id: str) -> bool:
-        """See ConversationStore."""
         return await self._place.run(lambda: self._rows.delete(caller, conversation_id))
 
     def _get(self, caller: str, conversation_id: str) -> tuple[KeptConversation | None, int]:

@@ -32,39 +32,33 @@ class SqliteResponses:
 
     @property
     def num_responses(self) -> int:
-        """See ResponseStore."""
         return self._rows.count
 
     @property
     def num_bytes(self) -> int:
-        """See ResponseStore."""
         return self._rows.num_bytes
 
     async def open(self) -> None:
-        """See ResponseStore: the file is already open."""
+        """The file is already open."""
 
     async def close(self) -> None:
-        """See ResponseStore."""
         await self.place.close()
 
     async def put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
-        """See ResponseStore. A full disk is a StoreFailed."""
+        """A full disk is a StoreFailed."""
         await self.place.run(lambda: self._put(caller, stored, previous))
 
     async def replace(self, caller: str, stored: StoredResponse, previous: str | None) -> bool:
-        """See ResponseStore. A full disk is a StoreFailed."""
+        """A full disk is a StoreFailed."""
         return await self.place.run(lambda: self._replace(caller, stored))
 
     async def get(self, caller: str, response_id: str) -> StoredResponse | None:
-        """See ResponseStore."""
         return await self.place.run(lambda: self._get(caller, response_id)[0])
 
     async def chain(self, caller: str, response_id: str, max_bytes: int) -> list[StoredResponse] | None:
-        """See ResponseStore."""
         return await self.place.run(lambda: self._chain(caller, response_id, max_bytes))
 
     async def delete(self, caller: str, response_id: str) -> bool:
-        """See ResponseStore."""
         return await self.place.run(lambda: self._rows.delete(caller, response_id))
 
     def _put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:

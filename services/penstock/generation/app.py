@@ -38,7 +38,7 @@ _log = get_logger("penstock.generation")
 
 
 class GenerationApp:
-    """Generation service of one process (serving.server.Service)."""
+    """Generation service of one process (serving.server.Service and HasTokens)."""
 
     name = "generation"
     control_services: tuple[str, ...] = CONTROL_SERVICES
@@ -74,7 +74,6 @@ class GenerationApp:
         self._holder.show = show
 
     def token_files(self) -> Mapping[str, BearerTokens]:
-        """See serving.server.HasTokens."""
         path, usual = self._config.model_access_token_file, self._config.auth_token_file
         if path is None:
             return {}

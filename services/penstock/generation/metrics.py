@@ -16,6 +16,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
+from typing_extensions import override
 
 from penstock.common.errors import PenstockError
 from penstock.common.histograms import StepHistogram
@@ -54,8 +55,8 @@ class _ModelRegistry(CollectorRegistry):
         self._outer = outer
         self._collectors: list[Collector] = []
 
+    @override
     def register(self, collector: Collector) -> None:
-        """See CollectorRegistry."""
         self._outer.register(collector)
         self._collectors.append(collector)
 

@@ -208,7 +208,6 @@ class Http2Channel:
         response_deserializer: Callable[[bytes], Any],
         **_: Any,
     ) -> Callable[..., Any]:
-        """See grpc.aio.Channel."""
 
         async def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Any:
             data = request_serializer(request)
@@ -230,7 +229,6 @@ class Http2Channel:
         response_deserializer: Callable[[bytes], Any],
         **_: Any,
     ) -> Callable[..., Answers[Any]]:
-        """See grpc.aio.Channel."""
 
         def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Answers[Any]:
             data, added = request_serializer(request), self._decorate(metadata)

@@ -77,7 +77,6 @@ class Http2Server:
         self._is_stopping = False
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        """See grpc.aio.Server."""
         self._generic += handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:

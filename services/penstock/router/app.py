@@ -44,7 +44,7 @@ _log = get_logger("penstock.router")
 
 
 class RouterApp:
-    """The router as a service. Implements serving.server.Service and ControlsHealth."""
+    """The router as a service. Implements serving.server.Service, ControlsHealth and HasTokens."""
 
     name = "router"
     grpc_services: tuple[str, ...] = (SERVICE_NAME, KSERVE_SERVICE, ADMIN_SERVICE, MODEL_SERVICE, ROUTER_ADMIN_SERVICE)
@@ -89,7 +89,6 @@ class RouterApp:
         metrics.tokenizer_up.set_function(self._are_tokenizers_up)
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """See serving.server.ControlsHealth."""
         self._set_serving = set_serving
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -105,7 +104,6 @@ class RouterApp:
         router_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
 
     def token_files(self) -> Mapping[str, BearerTokens]:
-        """See serving.server.HasTokens."""
         if self._keys is None:
             return token_files(self._config)
         return key_token_files(self._config, self._keys.ring, KSERVE_SCOPES)

@@ -128,11 +128,9 @@ class Channel(Protocol):
 class Server(Protocol):
     """A server. Generated code adds handlers through the first two methods."""
 
-    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        """See grpc.aio.Server."""
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None: ...
 
-    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
-        """See grpc.aio.Server."""
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None: ...
 
     async def open_port(self) -> int:
         """Open the port and return it. Raises OSError, and StartupError naming the flag of a file."""

@@ -94,7 +94,7 @@ class _AddedTokensAlone:
         return getattr(json, name)
 
     def load(self, file: TextIO) -> Any:
-        """See json.load."""
+        """Read as json.load does."""
         path = Path(str(getattr(file, "name", "")))
         if path.name != "tokenizer.json":
             return json.load(file)

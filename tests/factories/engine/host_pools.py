@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP, EngineConfig
 from penstock.generation.engine.group import SequenceGroup
 from penstock.generation.engine.swap_or_recompute import SwapPolicy
+from typing_extensions import override
 
 # (blocks, way, whether evicted prefixes are kept): none, too small for a group, and roomy ones.
 HOSTS: tuple[tuple[int, str, bool], ...] = (
@@ -42,8 +43,8 @@ class AnyPolicy(SwapPolicy):
         super().__init__(config.preemption, config.block_bytes)
         self._draw = draw
 
+    @override
     def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
-        """See SwapPolicy."""
         assert blocks >= 0
         assert tokens > 0
         return self._draw.random() < 0.5 if self._way == AUTO else super().swaps(group, blocks, tokens)

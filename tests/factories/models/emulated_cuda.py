@@ -20,6 +20,7 @@ from penstock.generation.host.memory import host_memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 _libraries: list[torch.library.Library] = []
 # Calls of the operator in this process.
@@ -200,8 +201,8 @@ class EmulatedGraphs(GraphCapture):
         self.num_captured = 0
         self.num_replayed = 0
 
+    @override
     def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
-        """See GraphCapture."""
         self.num_captured += 1
         reads = _Reads()
         with reads:
@@ -225,8 +226,8 @@ class EmulatedCUDA(CUDADevice):
     )
 
     @property
+    @override
     def torch_device(self) -> torch.device:
-        """See Device."""
         return torch.device("cpu")
 
     def _claim(self) -> None:
@@ -244,17 +245,18 @@ class EmulatedCUDA(CUDADevice):
     def _has_bfloat16(self) -> bool:
         return True
 
+    @override
     def memory(self) -> DeviceMemory:
-        """See Device."""
         return DeviceMemory(*host_memory())
 
+    @override
     def graph_capture(self) -> GraphCapture:
-        """See Device."""
         return EmulatedGraphs()
 
+    @override
     def synchronize(self) -> None:
-        """See Device."""
+        pass
 
+    @override
     def describe(self) -> str:
-        """See Device."""
         return "cuda:0 (emulated)"

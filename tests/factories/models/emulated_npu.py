@@ -25,6 +25,7 @@ from penstock.generation.devices.npu import NPUDevice
 from penstock.generation.devices.npu_graphs import NPUGraphs
 from penstock.generation.host.memory import host_memory
 from torch import Tensor
+from typing_extensions import override
 
 PINNED: dict[str, str] = json.loads(
     (Path(__file__).parents[2] / "data" / "npu_schemas.json").read_text(encoding="utf-8")
@@ -249,8 +250,8 @@ class EmulatedNPUGraphs(EmulatedGraphs):
     needs_lengths = NPUGraphs.needs_lengths
     needs_slots = NPUGraphs.needs_slots
 
+    @override
     def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
-        """See GraphCapture."""
         # What an attention keeps for all of its steps is made in the first runs, as on the device.
         call()
         with _not_readable():
@@ -275,24 +276,25 @@ class EmulatedNPU(NPUDevice):
     limits = AttentionLimits((torch.float16, torch.bfloat16, torch.float32), head_dims=None, block_size=None)
 
     @property
+    @override
     def torch_device(self) -> torch.device:
-        """See Device."""
         return torch.device("cpu")
 
     def _claim(self) -> None:
         install()
 
+    @override
     def memory(self) -> DeviceMemory:
-        """See Device."""
         return DeviceMemory(*host_memory())
 
+    @override
     def graph_capture(self) -> GraphCapture:
-        """See Device."""
         return EmulatedNPUGraphs()
 
+    @override
     def synchronize(self) -> None:
-        """See Device."""
+        pass
 
+    @override
     def describe(self) -> str:
-        """See Device."""
         return "npu:0 (emulated)"

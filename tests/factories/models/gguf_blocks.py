@@ -65,11 +65,10 @@ class Blocks:
         self.dtype = dtype
 
     def block_parts(self) -> list[tuple[str, int]]:
-        """See BlockWeight."""
         return self.parts
 
     def block_pieces(self) -> Iterator[Tensor]:
-        """See BlockWeight: two of each matrix."""
+        """Two of each matrix."""
         for rows in self.rows:
             yield from rows.tensor_split(2)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
 
 # The one device beside the CPU that every torch has: nothing of it computes but what this file computes for it.
 DEVICE = torch.device("meta")
@@ -192,6 +193,6 @@ class PretendedCUDA(EmulatedCUDA):
     """EmulatedCUDA on tensors of the pretended device."""
 
     @property
+    @override
     def torch_device(self) -> torch.device:
-        """See Device."""
         return DEVICE

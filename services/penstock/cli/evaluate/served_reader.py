@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class ServedReader:
-    """The model of a router. The caller closes the client."""
+    """A Reader of a router's model. The caller closes the client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     def readings(self, documents: Documents, most: int) -> Iterator[Reading]:
-        """See penstock.evaluation.readers.Reader. Raises PenstockError."""
+        """Raises PenstockError."""
         answers = self._client.generate_many(documents, max_new_tokens=1, do_sample=False, prompt_logprobs=most)
         for ids, answer in zip(documents, answers, strict=True):
             if isinstance(answer, Exception):

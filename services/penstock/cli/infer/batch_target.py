@@ -67,7 +67,7 @@ class BatchTarget:
         """Do nothing: each call had its own connection."""
 
     def answers(self, requests: Iterator[Asked]) -> Answers:
-        """See Target. The answers of a batch come at its end."""
+        """The answers of a batch come at its end."""
         with tempfile.TemporaryFile() as spool:
             lines = _Lines(cast("BinaryIO", spool))
             for index, (prompt, options) in enumerate(requests):

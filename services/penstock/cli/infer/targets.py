@@ -91,7 +91,7 @@ class TalkingTarget(Target, Protocol):
 
 
 class LocalTarget:
-    """Generator in this process. A context manager: its exit ends the engine."""
+    """Target that is a Generator in this process. A context manager: its exit ends the engine."""
 
     def __init__(self, config: InferConfig, engine: dict[str, Any]) -> None:
         """Load the model. Raises StartupError naming the flag to change."""
@@ -131,13 +131,11 @@ class LocalTarget:
         self._held.close()
 
     def answers(self, requests: Iterator[Asked]) -> Answers:
-        """See Target."""
         asked = ((prompt.asked, options) for prompt, options in requests)
         for index, answer in self._generator.generate_each(asked):
             yield index, answer if isinstance(answer, Exception) else Answer.of(answer)
 
     def stream(self, prompt: AskedPrompt, options: Mapping[str, Any]) -> TextStream:
-        """See Target."""
         return self._generator.stream(prompt.asked, None, **options)
 
 
@@ -198,7 +196,7 @@ def scaled_folder(folder: Path, alpha: float) -> Iterator[Path]:
 
 
 class RemoteTarget:
-    """Model behind a router. A context manager: its exit closes the connection."""
+    """Target that is a model behind a router. A context manager: its exit closes the connection."""
 
     def __init__(self, config: InferConfig, connection: ConnectionConfig) -> None:
         """Connect. Raises StartupError naming the flag, NotFound for an unknown --model."""
@@ -223,7 +221,6 @@ class RemoteTarget:
         self._client.close()
 
     def answers(self, requests: Iterator[Asked]) -> Answers:
-        """See Target."""
         running: dict[Future[Answer], int] = {}
         numbered = enumerate(requests)
         pool = ThreadPoolExecutor(self._concurrency, "infer")
@@ -256,7 +253,6 @@ class RemoteTarget:
                     raise
 
     def stream(self, prompt: AskedPrompt, options: Mapping[str, Any]) -> Stream:
-        """See Target."""
         return self._client.stream(prompt.asked, **options)
 
 
@@ -296,7 +292,7 @@ def vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class VllmTarget:
-    """vLLM in this process, which batches all prompts itself. A context manager like the other targets."""
+    """Target that is vLLM in this process, which batches all prompts itself. A context manager like the others."""
 
     def __init__(self, config: InferConfig, engine: Mapping[str, Any]) -> None:
         """Load the model on the GPUs of --gpus. Raises StartupError when vLLM is not installed."""
@@ -322,7 +318,7 @@ class VllmTarget:
         """Do nothing: vLLM ends with the process."""
 
     def answers(self, requests: Iterator[Asked]) -> Answers:
-        """See Target. All at once, in order."""
+        """All at once, in order."""
         asked = list(requests)
         prompts = [{"prompt_token_ids": self._ids(prompt)} for prompt, _ in asked]
         params = [self._params(**vllm_options(options)) for _, options in asked]

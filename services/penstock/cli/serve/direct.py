@@ -13,6 +13,8 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from typing_extensions import override
+
 from penstock.cli.serve.service_process import EVERYTHING, PARENT_OPTIONS, ROLES, run_role
 from penstock.common.options import MODEL_ARGUMENT, BoundOption, options_of
 
@@ -40,8 +42,9 @@ class _NotPlain(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
+    @override
     def error(self, message: str) -> NoReturn:
-        """See ArgumentParser; typer explains the error to the user."""
+        """Typer explains the error to the user."""
         raise _NotPlain(message)
 
 

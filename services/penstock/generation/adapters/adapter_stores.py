@@ -39,7 +39,7 @@ def remote_adapter(source: Source, environment: Mapping[str, str]) -> RemoteAdap
 
 
 class _HubAdapter:
-    """An adapter on the hub of HF_ENDPOINT, with the token of HF_TOKEN."""
+    """A RemoteAdapter on the hub of HF_ENDPOINT, with the token of HF_TOKEN."""
 
     def __init__(self, source: HubSource, environment: Mapping[str, str]) -> None:
         self._source = source
@@ -60,13 +60,12 @@ class _HubAdapter:
         return commit
 
     def copy(self, name: str, version: str, target: Path, until: float, begin: Callable[[StoredFile], None]) -> None:
-        """See RemoteAdapter."""
         headers = {**self._headers, "accept-encoding": "identity"}
         self._http.copy(f"{self._url}/{self._source.repo}/resolve/{version}/{name}", headers, target, until, begin)
 
 
 class _S3Adapter:
-    """An adapter in a bucket, at AWS or at AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL; without keys unsigned."""
+    """A RemoteAdapter in a bucket, at AWS or at AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL; without keys unsigned."""
 
     def __init__(self, source: S3Source, environment: Mapping[str, str]) -> None:
         self._source = source
@@ -88,7 +87,6 @@ class _S3Adapter:
         return " ".join(self._head(name).tag for name in BOTH_FILES)
 
     def copy(self, name: str, version: str, target: Path, until: float, begin: Callable[[StoredFile], None]) -> None:
-        """See RemoteAdapter."""
         url = self._url(name)
         tag = version.split(" ")[BOTH_FILES.index(name)]
         headers = {**self._signed("GET", url), "accept-encoding": "identity"}

@@ -77,23 +77,19 @@ class AdaptedModel(Protocol):
     device: torch.device
 
     @property
-    def head_site(self) -> int:
-        """See CausalLM."""
+    def head_site(self) -> int: ...
 
     @property
     def head(self) -> Linear | None:
         """None: no process has the whole."""
 
-    def embed(self, input_ids_T: Tensor) -> Tensor:
-        """See CausalLM."""
+    def embed(self, input_ids_T: Tensor) -> Tensor: ...
 
-    def adapter_copies(self, site: int | None) -> tuple[int, int]:
-        """See CausalLM."""
+    def adapter_copies(self, site: int | None) -> tuple[int, int]: ...
 
     def adapter_weights(
         self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
-    ) -> AdapterWeights:
-        """See CausalLM."""
+    ) -> AdapterWeights: ...
 
 
 class PeftFolder:

@@ -68,6 +68,7 @@ class AttentionKeeper(Attention):
         self._keep(q_THD[rows], layer, metadata, kv)
         return out
 
+    @override
     def forward_qkv(
         self,
         qkv_TE: Tensor,
@@ -77,7 +78,7 @@ class AttentionKeeper(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward_qkv. The result has the inner implementation's own bits, so other rows keep theirs."""
+        """The result has the inner implementation's own bits, so other rows keep theirs."""
         rows = [one.row for one in self._rows]
         # Before the inner implementation, which may norm the projection in place.
         q_RHD, _, _ = turned(qkv_TE[rows], cos[rows], sin[rows], layer)

@@ -35,8 +35,9 @@ class Accelerator(Device):
     def torch_device(self) -> torch.device:
         return torch.device(self.name, self.number)
 
+    @override
     def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
-        """See Device. Raises StartupError naming --device, --threads or --kernels."""
+        """Raises StartupError naming --device, --threads or --kernels."""
         if arena is not None:
             arena.close()
         if kernels not in KERNELS:

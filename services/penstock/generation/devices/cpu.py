@@ -66,8 +66,9 @@ class CPUDevice(Device):
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
+    @override
     def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
-        """See Device. Raises StartupError naming --threads or --kernels."""
+        """Raises StartupError naming --threads or --kernels."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_threads is not None and num_threads < 1:
             raise StartupError("--threads must be at least 1", flag="--threads")
@@ -83,8 +84,9 @@ class CPUDevice(Device):
             # oneDNN allocates the memory that it packs into.
             arena.close()
 
+    @override
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
-        """See Device. "auto" turns float16 into bfloat16 on a CPU without float16 arithmetic: same size, and fast. A
+        """The word "auto" turns float16 into bfloat16 on a CPU without float16 arithmetic: same size, and fast. A
         requested float16 works everywhere, slowly."""
         if requested != "auto":
             return named_dtype(requested)
@@ -97,8 +99,9 @@ class CPUDevice(Device):
     def memory(self) -> DeviceMemory:
         return DeviceMemory(*host_memory(mapped=self._mapped_bytes))
 
+    @override
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """See Device. A format that is slow here gets a warning, once."""
+        """A format that is slow here gets a warning, once."""
         method = cpu_method(dtype, quantization, native=self._uses_native(dtype), arena=self._arena)
         if isinstance(method, PlainLinearMethod) and dtype not in self._slow:
             self._slow.add(dtype)
@@ -135,16 +138,18 @@ class CPUDevice(Device):
     def mapped_files(self) -> tuple[MappedFile, ...]:
         return tuple(self._mapped_files)
 
+    @override
     def mapped_tensor(
         self, file: MappedFile, begin: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """See Device. None if its offset in the file is not a multiple of its numbers' size."""
+        """None if its offset in the file is not a multiple of its numbers' size."""
         if begin % dtype.itemsize:
             return None
         return self._view(file, begin, math.prod(shape), dtype).view(shape)
 
+    @override
     def mapped_weights(self, file: MappedFile, name: str) -> torch.Tensor:
-        """See Device. Raises StartupError naming --kernels."""
+        """Raises StartupError naming --kernels."""
         if self.instruction_set is None:
             raise StartupError(
                 f"{name} was packed for the C++ kernels, which are turned off or not built: use --kernels native after "
@@ -170,8 +175,9 @@ class CPUDevice(Device):
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         return NativeKernels(dtype) if self._uses_native(dtype) else LayerKernels()
 
+    @override
     def sampling_kernels(self) -> SamplingKernels:
-        """See Device. Scores are float32 for every dtype of the model."""
+        """Scores are float32 for every dtype of the model."""
         return SamplingKernels() if self.instruction_set is None else NativeSampling()
 
     def _uses_native(self, dtype: torch.dtype) -> bool:
@@ -181,8 +187,9 @@ class CPUDevice(Device):
     def of_rank(self, rank: int) -> str:
         return self.name
 
+    @override
     def process_group(self, store: Any, rank: int, count: int, patience: timedelta) -> Any:
-        """See Device: gloo, which listens on loopback."""
+        """Gloo, which listens on loopback."""
         # torch's stubs leave out what its process groups do.
         distributed: Any = torch.distributed
         gloo = distributed.ProcessGroupGloo
@@ -191,8 +198,9 @@ class CPUDevice(Device):
         options._timeout = patience
         return gloo(store, rank, count, options)
 
+    @override
     def synchronize(self) -> None:
-        """See Device: nothing is queued on a CPU."""
+        """Nothing is queued on a CPU."""
 
     @override
     def advice(self) -> str | None:

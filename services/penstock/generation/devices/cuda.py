@@ -58,8 +58,9 @@ class CUDADevice(Accelerator):
         self._check_number(runtime.device_count(), "GPUs", VISIBLE_GPUS)
         return runtime
 
+    @override
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
-        """See Device. "auto" turns bfloat16 into float16 on a GPU that has no bfloat16 arithmetic."""
+        """The word "auto" turns bfloat16 into float16 on a GPU that has no bfloat16 arithmetic."""
         if requested != "auto":
             return named_dtype(requested)
         dtype = checkpoint if checkpoint in COMPUTED_DTYPES.values() else torch.bfloat16

@@ -111,7 +111,6 @@ class _Whole:
     rows: WholeRows
 
     def whole_pieces(self) -> Iterator[WholeRows]:
-        """See WholeWeight."""
         yield self.rows
 
 

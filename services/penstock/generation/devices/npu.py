@@ -107,12 +107,14 @@ class NPUDevice(Accelerator):
     def graph_capture(self) -> GraphCapture | None:
         return NPUGraphs()
 
+    @override
     def of_rank(self, rank: int) -> str:
-        """See Device: each has the next one."""
+        """Each rank has the next NPU."""
         return f"{self.name}:{self.number + rank}"
 
+    @override
     def process_group(self, store: Any, rank: int, count: int, patience: timedelta) -> Any:
-        """See Device: HCCL, made as torch-npu makes that of init_process_group("hccl")."""
+        """HCCL, made as torch-npu makes that of init_process_group("hccl")."""
         hccl = import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
         options = hccl.Options()
         options._timeout = patience

@@ -27,9 +27,9 @@ _SIZES = 33
 
 
 class DraftCosts(EngineListener):
-    """Averages of steps that only decode, by their number of sequences: the seconds without drafts, and the share that
-    drafts add, as a line over their number (least mean squares). A few numbers are changed in a step, none for a token
-    and none before `measure`. Engine thread only."""
+    """VerificationCosts as averages of steps that only decode, by their number of sequences: the seconds without
+    drafts, and the share that drafts add, as a line over their number (least mean squares). A few numbers are changed
+    in a step, none for a token and none before `measure`. Engine thread only."""
 
     def __init__(self, stats: EngineStats) -> None:
         """`stats` count verified drafts before this listener hears of a step."""
@@ -53,7 +53,6 @@ class DraftCosts(EngineListener):
 
     @property
     def is_known(self) -> bool:
-        """See VerificationCosts."""
         return self._plain[self._size] > 0.0
 
     def measure(self) -> None:
@@ -99,7 +98,7 @@ class DraftCosts(EngineListener):
         return self._drafting[self._size] * num_drafts
 
     def retries(self) -> bool:
-        """See VerificationCosts: for all sequences of the engine together."""
+        """Counts for all sequences of the engine together."""
         self._num_asked += 1
         return self._num_asked % _RETRIED_EVERY == 0
 

@@ -87,7 +87,7 @@ class FailingRunner:
         self._steps = 0
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """See core.step.Runner; the faults come first, except outputs that are not numbers."""
+        """The faults come first, except outputs that are not numbers."""
         self._steps += 1
         due = {order.name: order for order in self._orders if order.fires(self._steps, output)}
         if "engine.step.kill" in due:
@@ -105,5 +105,4 @@ class FailingRunner:
         return replace(result, sampled={}, failed=frozenset(result.sampled))
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """See core.step.Runner."""
         self._runner.release(seq_ids)

@@ -203,7 +203,6 @@ class HostPool:
         return {block: None for tables in group.host_tables.values() for table in tables for block in table}
 
     def _length_for(self, group: int, num_tokens: int, released: int) -> int:
-        """See BlockTables.length_for."""
         length, most = -(-num_tokens // self.pool.block_size), self._most_blocks[group]
         return length if most is None else min(length, released + most)
 

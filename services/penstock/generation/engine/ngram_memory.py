@@ -47,7 +47,7 @@ class TenantMemory:
         return min(self._end, self._capacity)
 
     def add(self, token_ids: Seq[int]) -> None:
-        """See PastOutputs. The memory keeps the end of a run that is longer than itself."""
+        """The memory keeps the end of a run that is longer than itself."""
         if len(token_ids) < 2:
             return
         tokens, capacity, earlier, last, shift = self._tokens, self._capacity, self._earlier, self._last, self._shift
@@ -64,7 +64,7 @@ class TenantMemory:
         self._end = place + 1
 
     def continuation(self, token_ids: Seq[int], *, fewest: int, max_tokens: int) -> list[int]:
-        """See PastOutputs: the tokens after the longest match; of equally long matches the newest.
+        """The tokens after the longest match; of equally long matches the newest.
 
         At most twice as many tokens as match are returned: a short match says little about distant tokens.
         """

@@ -7,6 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from penstock.generation.core.plugins import plugin_failed
 from penstock.generation.core.request import FinishReason
 from penstock.text.thoughts import Thought, ThoughtGate
@@ -252,12 +254,14 @@ class PluginStopCriteria(StopCriteria):
         super().__init__(params, max_output_tokens, table, context, thought)
         self._plugins = () if params.plugins is None else params.plugins.criteria
 
+    @override
     def check(self, sequence: Sequence, state: StopState) -> Stop | None:
-        """See StopCriteria. Raises Internal when a criterion of the owner fails."""
+        """Raises Internal when a criterion of the owner fails."""
         return self._with_plugins(super().check(sequence, state), sequence.known_token_ids)
 
+    @override
     def check_candidate(self, sequence: Sequence, token_id: int, state: StopState) -> Stop | None:
-        """See StopCriteria. Raises Internal when a criterion of the owner fails."""
+        """Raises Internal when a criterion of the owner fails."""
         stop = super().check_candidate(sequence, token_id, state)
         return self._with_plugins(stop, [*sequence.known_token_ids, token_id])
 

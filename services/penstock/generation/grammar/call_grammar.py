@@ -139,7 +139,7 @@ class HeldCalls:
         return twin
 
     def advance(self, token_id: int) -> bool:
-        """See GrammarState. Where the grammar fails, the call goes on as free text: the caller loses no answer."""
+        """The call goes on as free text where the grammar fails: the caller loses no answer."""
         if self._call is not None:
             is_taken = self._advance_call(self._call, token_id)
             self._count(is_taken)

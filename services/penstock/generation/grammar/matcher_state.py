@@ -74,7 +74,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """State of one output.
+    """GrammarState of one output.
 
     An end-of-sequence id is allowed where the output is complete and nowhere else, even if the grammar would take its
     text: it ends the sequence.
@@ -111,7 +111,7 @@ class MatcherState:
         return self._room is not None and self._room.is_cut
 
     def advance(self, token_id: int) -> bool:
-        """See GrammarState. Raises the PenstockError that ends the request when the matcher has failed."""
+        """Raises the PenstockError that ends the request when the matcher has failed."""
         if self._failure is not None:
             raise self._failure
         if token_id in self._eos:

@@ -46,7 +46,6 @@ class BlockFileStore:
         self._reader = _OrderThread("kv-disk-read")
 
     def has(self, key: bytes) -> bool:
-        """See BlockStore."""
         if self._changed != self._changes:
             return False
         try:
@@ -56,16 +55,13 @@ class BlockFileStore:
             return False
 
     def save(self, number: int, blocks: Seq[StoredBlock]) -> None:
-        """See BlockStore."""
         self._queued += len(blocks)
         self._writer.put(lambda: self._save(number, blocks))
 
     def fetch(self, number: int, blocks: Seq[StoredBlock]) -> None:
-        """See BlockStore."""
         self._reader.put(lambda: self._fetch(number, blocks))
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """See BlockStore."""
         listed = tuple(keys)
 
         def forget_all() -> None:
@@ -76,12 +72,10 @@ class BlockFileStore:
         self._writer.put(lambda: self._change(forget_all))
 
     def clear(self) -> None:
-        """See BlockStore."""
         self._changes += 1
         self._writer.put(lambda: self._change(self.file.clear))
 
     def events(self) -> list[StoreEvent]:
-        """See BlockStore."""
         if not self._events:
             return []
         with self._condition:
@@ -90,7 +84,6 @@ class BlockFileStore:
         return events
 
     def wait(self, seconds: float) -> None:
-        """See BlockStore."""
         with self._condition:
             self._condition.wait_for(lambda: bool(self._events), seconds)
 

@@ -26,14 +26,13 @@ def choice_of(experts: Experts, bias_X: Tensor | None = None) -> Choice:
 
 
 class HighestOfAll:
-    """The highest of the softmax."""
+    """Choice of the highest of the softmax."""
 
     def __init__(self, experts: Experts) -> None:
         self._per_row, self._sums_to_one = experts.per_row, experts.sums_to_one
         self._scale = experts.routing.scale
 
     def __call__(self, scores_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """See Choice."""
         shares, experts = scores_TX.softmax(-1).topk(self._per_row, dim=-1)
         experts, order = experts.sort(-1)
         shares = shares.gather(-1, order)
@@ -43,7 +42,8 @@ class HighestOfAll:
 
 
 class HighestOfGroups:
-    """The highest of the best groups, of a softmax or of sigmoids with a bias in the choice (DeepSeek V2 and V3)."""
+    """Choice of the highest of the best groups, of a softmax or of sigmoids with a bias in the choice (DeepSeek V2 and
+    V3)."""
 
     def __init__(self, experts: Experts, bias_X: Tensor | None) -> None:
         """Take the bias in float32; None: there is none."""
@@ -52,7 +52,6 @@ class HighestOfGroups:
         self._bias_X = bias_X
 
     def __call__(self, scores_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """See Choice."""
         routing = self._routing
         scores_TX = scores_TX.sigmoid() if routing.is_sigmoid else scores_TX.softmax(-1)
         ranked_TX = scores_TX if self._bias_X is None else scores_TX + self._bias_X

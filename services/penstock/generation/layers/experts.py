@@ -101,7 +101,7 @@ class OneByOne:
         self._experts = tuple(experts)
 
     def __call__(self, x_TI: Tensor, experts_TE: Tensor, shares_TE: Tensor) -> Tensor:
-        """See expert_products. A row sums up its experts in the order of their numbers."""
+        """A row sums up its experts in the order of their numbers."""
         flat, per_row = experts_TE.flatten(), experts_TE.shape[1]
         order = flat.argsort(stable=True)
         rows, shares = order // per_row, shares_TE.flatten()[order].unsqueeze(1)

@@ -140,8 +140,9 @@ class TritonKernels(LayerKernels):
     def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
         return gpu_operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
 
+    @override
     def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels: the only difference is a weight in float32."""
+        """The only difference is a weight in float32."""
         return gpu_operators.rms_norm(x_TI, weight_I, eps)
 
     @override

@@ -38,34 +38,30 @@ class Queries(Protocol):
 
 
 class DirectQueries:
-    """One product."""
+    """Queries of one product."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See Queries."""
         return (self._linear,)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Queries."""
         return self._linear(x_TI)
 
 
 class LowRankQueries:
-    """A product with few outputs, their norm, and a product with these."""
+    """Queries of a product with few outputs, their norm, and a product with these."""
 
     def __init__(self, down: Linear, norm: RMSNorm, up: Linear) -> None:
         self._down, self._norm, self._up = down, norm, up
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See Queries."""
         return self._down, self._up
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Queries."""
         return self.widened(self.narrow(x_TI))
 
     def narrow(self, x_TI: Tensor) -> Tensor:

@@ -112,8 +112,9 @@ class NativeKernels(LayerKernels):
         result: Tensor = torch.ops.penstock.rms_norm(x_TI, weight_I, eps)
         return result
 
+    @override
     def norm_addend_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels: the operator knows it by the weight's dtype."""
+        """The operator knows it by the weight's dtype."""
         return self.norm_addend(x_TI, weight_I, eps)
 
     @override
@@ -123,8 +124,9 @@ class NativeKernels(LayerKernels):
         result: Tensor = torch.ops.penstock.add_rms_norm(hidden_TI, addend_TI, weight_I, eps, self._dtype)
         return result
 
+    @override
     def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels: the operator knows it by the weight's dtype."""
+        """The operator knows it by the weight's dtype."""
         return self.rms_norm(x_TI, weight_I, eps)
 
     @override

@@ -21,7 +21,7 @@ class SummedAttention(SelfAttention):
     """Attention over some of the heads; its output projection has the columns of these."""
 
     def __init__(self, layer: AttentionLayer, qkv: Linear, output: Linear, turn: int, sum_parts: Sum) -> None:
-        """See SelfAttention; `layer` is of this part."""
+        """`layer` is of this part."""
         super().__init__(layer, qkv, output, turn)
         self._sum = sum_parts
 
@@ -34,7 +34,6 @@ class SummedMLP(SwiGLU):
     """An MLP with some of the inner numbers."""
 
     def __init__(self, layer: int, gated: Linear, down: Linear, sum_parts: Sum) -> None:
-        """See SwiGLU."""
         super().__init__(layer, gated, down)
         self._sum = sum_parts
 

@@ -117,6 +117,7 @@ class CapturedLM(CausalLM):
         return hidden
 
     @torch.inference_mode()
+    @override
     def forward_and_draw(
         self,
         input_ids_T: Tensor,
@@ -128,7 +129,7 @@ class CapturedLM(CausalLM):
         adapters: AdapterBatch | None = None,
         taps: LayerTaps | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See CausalLM; the logits of the rows are in memory."""
+        """The logits of the rows are in memory."""
         self._results = None
         is_plain = rows_R is None and embeds_TI is None and adapters is None and taps is None
         if is_plain and self._takes(metadata, kv):
@@ -185,8 +186,9 @@ class CapturedLM(CausalLM):
         return _read(drawn)
 
     @torch.inference_mode()
+    @override
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See CausalLM. May return memory that the next call overwrites."""
+        """May return memory that the next call overwrites."""
         results, self._results = self._results, None
         if results is not None and results[0] is hidden_NI and adapters is None:
             return results[1]

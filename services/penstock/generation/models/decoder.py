@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 class CausalLM:
-    """A loaded model. It holds only weights: everything about a step comes as arguments. Any number of pools may use
-    one instance, one call at a time."""
+    """A loaded LanguageModel. It holds only weights: everything about a step comes as arguments. Any number of pools
+    may use one instance, one call at a time."""
 
     def __init__(
         self,
@@ -114,7 +114,6 @@ class CausalLM:
 
     @property
     def num_kv_heads(self) -> int:
-        """See LanguageModel."""
         return self.config.num_kv_heads
 
     @property
@@ -177,7 +176,7 @@ class CausalLM:
         return 1, 1
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
-        """See LanguageModel: this process is the only one."""
+        """This process is the only one."""
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
         """Return the adapters of a step's rows: `counts[i]` rows in turn have `adapters[i]`."""

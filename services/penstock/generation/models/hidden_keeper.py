@@ -21,16 +21,14 @@ class StateKeeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JointKeeper:
-    """Several keepers of the same forward pass."""
+    """Several StateKeepers of the same forward pass."""
 
     parts: tuple[StateKeeper, ...]
 
     def wants(self, layer: int) -> bool:
-        """See StateKeeper."""
         return any(part.wants(layer) for part in self.parts)
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:
-        """See StateKeeper.take."""
         for part in self.parts:
             part.take(layer, hidden_TI)
 
@@ -43,8 +41,8 @@ def joint(*keepers: StateKeeper | None) -> StateKeeper | None:
 
 @dataclass(slots=True)
 class HiddenKeeper:
-    """Keeps rows of some layers. They are numbered as transformers' hidden_states: 0 is the embedding, i the output of
-    decoder layer i - 1, and the last one is taken after the final norm."""
+    """StateKeeper of rows of some layers. They are numbered as transformers' hidden_states: 0 is the embedding, i the
+    output of decoder layer i - 1, and the last one is taken after the final norm."""
 
     # (R) int64: rows of the step.
     rows_R: Tensor
@@ -54,7 +52,6 @@ class HiddenKeeper:
     states: dict[int, Tensor] = field(default_factory=dict)
 
     def wants(self, layer: int) -> bool:
-        """See StateKeeper."""
         return self.layers is None or layer in self.layers
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:
@@ -64,7 +61,7 @@ class HiddenKeeper:
 
 
 class LayerTaps:
-    """Keeps all rows of a few layers, numbered as in HiddenKeeper, side by side, for a draft head."""
+    """StateKeeper of all rows of a few layers, numbered as in HiddenKeeper, side by side, for a draft head."""
 
     __slots__ = ("layers", "rows_TKI")
 
@@ -80,7 +77,6 @@ class LayerTaps:
         return self.rows_TKI
 
     def wants(self, layer: int) -> bool:
-        """See StateKeeper."""
         return layer in self.layers
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:

@@ -99,20 +99,16 @@ class _RecordingWeights:
 
     @property
     def mapped_bytes(self) -> int:
-        """See Weights."""
         return 0
 
     @property
     def forms(self) -> Mapping[str, int]:
-        """See Weights."""
         return self._weights.forms
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """See Weights."""
         return self._weights.head_and_table()
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """See Weights."""
         made = self._weights.linear(prefix, linear, activation)
         if linear.is_exact:
             return made
@@ -120,15 +116,13 @@ class _RecordingWeights:
         return recorded
 
     def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
-        """See Weights."""
         return self._weights.matrix(prefix, linear)
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights."""
         return self._weights.tensor(name, is_exact=is_exact)
 
     def layer_is_complete(self) -> None:
-        """See Weights."""
+        pass
 
     def take(self, config: ModelConfig, index: int) -> dict[str, Tensor]:
         """Return what layer `index` has recorded, and forget its layers."""

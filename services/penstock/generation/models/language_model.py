@@ -31,12 +31,10 @@ class LanguageModel(Protocol):
     attention: Attention
 
     @property
-    def can_draw(self) -> bool:
-        """See CausalLM."""
+    def can_draw(self) -> bool: ...
 
     @property
-    def head_site(self) -> int:
-        """See CausalLM."""
+    def head_site(self) -> int: ...
 
     @property
     def unsupported(self) -> Mapping[str, str]:
@@ -59,13 +57,12 @@ class LanguageModel(Protocol):
         """Tensors of the state that layers keep of each sequence. Empty: there are keys and values only."""
 
     def shallow(self, num_layers: int) -> LanguageModel:
-        """See CausalLM. A model that cannot be cut returns itself, for which pools need all layers."""
+        """A model that cannot be cut returns itself, for which pools need all layers."""
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
         """Note that blocks of the pool are copied before the next pass; other processes, if any, copy theirs, too."""
 
-    def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
-        """See CausalLM."""
+    def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch: ...
 
     def forward(
         self,
@@ -79,8 +76,7 @@ class LanguageModel(Protocol):
         keeper: StateKeeper | None = None,
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
-    ) -> Tensor:
-        """See CausalLM."""
+    ) -> Tensor: ...
 
     def forward_and_draw(
         self,
@@ -92,8 +88,7 @@ class LanguageModel(Protocol):
         embeds_TI: Tensor | None = None,
         adapters: AdapterBatch | None = None,
         taps: LayerTaps | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See CausalLM."""
+    ) -> tuple[Tensor, Tensor]: ...
 
     def decode(
         self,
@@ -104,14 +99,10 @@ class LanguageModel(Protocol):
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
         taps: LayerTaps | None = None,
-    ) -> list[int]:
-        """See CausalLM."""
+    ) -> list[int]: ...
 
-    def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See CausalLM."""
+    def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor: ...
 
-    def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See CausalLM."""
+    def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor: ...
 
-    def given_embeds(self, embeds_PI: Tensor) -> Tensor:
-        """See CausalLM."""
+    def given_embeds(self, embeds_PI: Tensor) -> Tensor: ...

@@ -38,47 +38,38 @@ class PartsKeeper:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Weights."""
         return self._weights.dtype
 
     @property
     def num_bytes(self) -> int:
-        """See Weights."""
         return self._weights.num_bytes
 
     @property
     def mapped_bytes(self) -> int:
-        """See Weights."""
         return self._weights.mapped_bytes
 
     @property
     def forms(self) -> Mapping[str, int]:
-        """See Weights."""
         return self._weights.forms
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """See Weights."""
         self.parts.head = self._weights.head_and_table()
         return self.parts.head
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """See Weights."""
         made = self._weights.linear(prefix, linear, activation)
         self.parts.linears[f"{prefix}{linear.name}"] = made
         return made
 
     def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
-        """See Weights."""
         self.parts.tensors[f"{prefix}{linear.name}.weight"] = made = self._weights.matrix(prefix, linear)
         return made
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights."""
         self.parts.tensors[name] = made = self._weights.tensor(name, is_exact=is_exact)
         return made
 
     def layer_is_complete(self) -> None:
-        """See Weights."""
         self._weights.layer_is_complete()
 
 
@@ -95,16 +86,14 @@ class ReplacedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """See Weights."""
         return self._kept_bytes + self._fresh.num_bytes
 
     @property
     def forms(self) -> Mapping[str, int]:
-        """See Weights: no checkpoint with quantised matrices is replaced."""
+        """No checkpoint with quantised matrices is replaced."""
         return {}
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """See Weights."""
         if EMBEDDING in self._names or LM_HEAD in self._names:
             return self._fresh.head_and_table()
         assert self._old.head is not None
@@ -114,7 +103,6 @@ class ReplacedWeights:
         return head, table
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """See Weights."""
         stored = f"{prefix}{linear.parts[0]}"
         if (stored if linear.expert is not None else f"{stored}.weight") in self._names:
             return self._fresh.linear(prefix, linear, activation)
@@ -123,18 +111,15 @@ class ReplacedWeights:
         return kept
 
     def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
-        """See Weights."""
         name = f"{prefix}{linear.name}.weight"
         return self._fresh.matrix(prefix, linear) if name in self._names else self._kept_tensor(name)
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights."""
         if name in self._names:
             return self._fresh.tensor(name, is_exact=is_exact)
         return self._kept_tensor(name)
 
     def layer_is_complete(self) -> None:
-        """See Weights."""
         self._fresh.layer_is_complete()
 
     def _kept_tensor(self, name: str) -> Tensor:

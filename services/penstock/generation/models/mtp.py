@@ -169,22 +169,18 @@ class LayerWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Weights."""
         return self._weights.dtype
 
     @property
     def num_bytes(self) -> int:
-        """See Weights."""
         return self._weights.num_bytes
 
     @property
     def mapped_bytes(self) -> int:
-        """See Weights."""
         return self._weights.mapped_bytes
 
     @property
     def forms(self) -> Mapping[str, int]:
-        """See Weights."""
         return self._weights.forms
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
@@ -196,19 +192,15 @@ class LayerWeights:
         return self._weights.tensor(f"{self._prefix}{DRAFT_TABLE}") if self.has_table else None
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """See Weights."""
         return self._weights.linear(self._prefix, linear, activation)
 
     def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
-        """See Weights."""
         return self._weights.matrix(self._prefix, linear)
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights."""
         return self._weights.tensor(self._own(name), is_exact=is_exact)
 
     def layer_is_complete(self) -> None:
-        """See Weights."""
         self._weights.layer_is_complete()
 
     def _own(self, name: str) -> str:

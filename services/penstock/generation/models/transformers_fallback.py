@@ -46,8 +46,9 @@ _INDEXED = "indexed_attention"
 
 
 class TransformersModel:
-    """See CausalLM for the methods. Rows of a step go through the modules as one sequence (1, T) without padding; the
-    attention function tells the step's sequences apart. Steps are computed whole: no fused layers, no adapters."""
+    """A LanguageModel with the methods of CausalLM. Rows of a step go through the modules as one sequence (1, T)
+    without padding; the attention function tells the step's sequences apart. Steps are computed whole: no fused layers,
+    no adapters."""
 
     def __init__(
         self,
@@ -85,32 +86,28 @@ class TransformersModel:
 
     @property
     def can_draw(self) -> bool:
-        """See LanguageModel."""
         return False
 
     @property
     def head_site(self) -> int:
-        """See LanguageModel."""
         return 0
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """See LanguageModel."""
         return self._unsupported
 
     @property
     def num_kv_heads(self) -> int:
-        """See LanguageModel."""
         return self.config.num_kv_heads
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """See LanguageModel. Layers with chunks count as seeing all."""
+        """Layers with chunks count as seeing all."""
         return [call.window if call.chunk is None else None for call in self.calls]
 
     @property
     def sights(self) -> Sequence[LayerSight]:
-        """See LanguageModel. What is computed here, and not by the device's attention, reads nothing behind."""
+        """Layers that are computed here, and not by the device's attention, read nothing behind."""
         return [self._sight(call) for call in self.calls]
 
     def _sight(self, call: AttentionCall) -> LayerSight:
@@ -124,7 +121,6 @@ class TransformersModel:
 
     @property
     def state_layout(self) -> Sequence[StateTensor]:
-        """See LanguageModel."""
         return self._states
 
     def with_calls(self, calls: Sequence[AttentionCall]) -> TransformersModel:
@@ -145,7 +141,7 @@ class TransformersModel:
         return self
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
-        """See LanguageModel: this process is the only one."""
+        """This process is the only one."""
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
         """Raise RuntimeError: no adapter can be loaded for such a model."""
@@ -165,7 +161,6 @@ class TransformersModel:
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
-        """See CausalLM."""
         if adapters is not None:
             _refuse("adapters")
         if embeds_TI is None and keeper is None and attention is None and self._is_fixed and kv.is_plain:
@@ -282,19 +277,18 @@ class TransformersModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See CausalLM. The model's own head computes them, with its soft cap, scale and multipliers."""
+        """The model's own head computes them, with its soft cap, scale and multipliers."""
         if self.device.type != "cpu":
             return self._head(hidden_NI)
         return self._head_graph(None, (hidden_NI,), lambda: self._head(hidden_NI), self._head)
 
     @torch.inference_mode()
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See CausalLM."""
         rows: Tensor = self._embedding(input_ids_T)
         return rows
 
     def given_embeds(self, embeds_PI: Tensor) -> Tensor:
-        """See CausalLM. A decoder that multiplies embeddings does so itself."""
+        """A decoder that multiplies embeddings does so itself."""
         return embeds_PI
 
 

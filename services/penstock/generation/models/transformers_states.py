@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.state_pool import HeldStates, StatePool, StateTensor
@@ -41,7 +42,8 @@ _CACHES = ("cache", "cache_params", "past_key_values")
 
 
 class StatefulModel(TransformersModel):
-    """See TransformersModel. The pool that it is given has `states`, and each step's metadata the slots in them."""
+    """A TransformersModel with states of sequences. The pool that it is given has `states`, and each step's metadata
+    the slots in them."""
 
     # False: its modules go on from a state by only one token, like some of Mamba's first version. The rest of a prompt
     # after its first part is then computed token by token.
@@ -58,6 +60,7 @@ class StatefulModel(TransformersModel):
         return twin
 
     @torch.inference_mode()
+    @override
     def forward(
         self,
         input_ids_T: Tensor,
@@ -71,7 +74,7 @@ class StatefulModel(TransformersModel):
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
-        """See CausalLM. Raises RuntimeError without a pool of states."""
+        """Raises RuntimeError without a pool of states."""
         if adapters is not None or keeper is not None or kv.states is None or metadata.state_slots is None:
             raise RuntimeError("a model with states needs their pool, and gives neither hidden states nor adapters")
         attention = attention or self.attention

@@ -49,7 +49,8 @@ def lead(folder: Path, own: CausalLM, ranks: Ranks) -> LeaderModel:
 
 
 class LeaderModel:
-    """See CausalLM for the methods. Hidden states are whole in every rank; heads and logits are apart."""
+    """A LanguageModel over several processes, with the methods of CausalLM. Hidden states are whole in every rank;
+    heads and logits are apart."""
 
     def __init__(self, config: ModelConfig, own: CausalLM, ranks: Ranks) -> None:
         """Take the configuration of the whole model, and the part of this rank."""
@@ -64,41 +65,34 @@ class LeaderModel:
 
     @property
     def num_kv_heads(self) -> int:
-        """See LanguageModel."""
         return self._own.num_kv_heads
 
     @property
     def can_draw(self) -> bool:
-        """See LanguageModel: layers wait for one another."""
+        """Layers wait for one another."""
         return False
 
     @property
     def head_site(self) -> int:
-        """See LanguageModel."""
         return self._own.head_site
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """See LanguageModel."""
         return {"output.output_attentions": _NO_ATTENTIONS}
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """See LanguageModel."""
         return self._own.windows
 
     @property
     def sights(self) -> Sequence[LayerSight]:
-        """See LanguageModel."""
         return self._own.sights
 
     @property
     def state_layout(self) -> Sequence[StateTensor]:
-        """See LanguageModel: none."""
         return ()
 
     def shallow(self, num_layers: int) -> LeaderModel:
-        """See LanguageModel."""
         return LeaderModel(self.config, self._own.shallow(num_layers), self.ranks)
 
     @property
@@ -106,13 +100,13 @@ class LeaderModel:
         """None: see CausalLM; its rows are in several processes."""
 
     def adapter_copies(self, site: int | None) -> tuple[int, int]:
-        """See CausalLM: those of all ranks."""
+        """Copies of all ranks."""
         return adapter_copies(site, self.config, self.ranks.group.shard.count)
 
     def adapter_weights(
         self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
     ) -> AdapterWeights:
-        """See CausalLM: every rank gets its part, and forgets it when the returned object is freed. On any thread.
+        """Every rank gets its part, and forgets it when the returned object is freed. On any thread.
 
         Raises ResourceExhausted and InvalidArgument if another rank could not take its part. If one has ended, raises
         StartupError while the model loads, then Unavailable (ENGINE_FAILED; ENGINE_STOPPED: the ranks were closed).
@@ -129,11 +123,9 @@ class LeaderModel:
         return LeaderAdapter(held, own, frozenset(sites), own.num_bytes * shard.count)
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
-        """See CausalLM."""
         return LeaderBatch(cast("Sequence[LeaderAdapter | None]", adapters), counts, self._own.adapter_batch)
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
-        """See LanguageModel."""
         self.ranks.send(encode_copies(copies))
 
     def forward(
@@ -149,7 +141,6 @@ class LeaderModel:
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
-        """See LanguageModel."""
         batch = cast("LeaderBatch | None", adapters)
         spans = None if batch is None else batch.spans
         with self._telling_of_loss():
@@ -179,7 +170,6 @@ class LeaderModel:
         adapters: AdapterBatch | None = None,
         taps: LayerTaps | None = None,
     ) -> NoReturn:
-        """See LanguageModel: not possible."""
         raise RuntimeError("the head of this model is in several processes")
 
     def decode(
@@ -192,11 +182,9 @@ class LeaderModel:
         adapters: AdapterBatch | None = None,
         taps: LayerTaps | None = None,
     ) -> NoReturn:
-        """See LanguageModel: not possible."""
         raise RuntimeError("the head of this model is in several processes")
 
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See LanguageModel."""
         batch = cast("LeaderBatch | None", adapters)
         if batch is not None and not batch.changes_site(self.head_site):
             batch = None
@@ -219,14 +207,12 @@ class LeaderModel:
             raise lost from error
 
     def normed(self, hidden_NI: Tensor) -> Tensor:
-        """See CausalLM."""
         return self._own.normed(hidden_NI)
 
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See LanguageModel. On any thread: every rank has the whole embedding."""
+        """On any thread: every rank has the whole embedding."""
         batch = cast("LeaderBatch | None", adapters)
         return self._own.embed(input_ids_T, None if batch is None else batch.own)
 
     def given_embeds(self, embeds_PI: Tensor) -> Tensor:
-        """See LanguageModel."""
         return self._own.given_embeds(embeds_PI)

@@ -52,7 +52,6 @@ class LeaderBatch(AdapterBatch):
     native = None
 
     def __init__(self, adapters: Sequence[LeaderAdapter | None], counts: Sequence[int], make_own: _MakeBatch) -> None:
-        """See AdapterBatch."""
         super().__init__(adapters, counts)
         self.own = make_own([None if one is None else one.own for one in adapters], counts)
         numbers = [NONE if one is None else one.number for one in adapters]

@@ -84,7 +84,7 @@ class ModelDrafter:
         return self._tables.pool.num_used
 
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """See core.step.Drafter. Runs one forward pass over all requests for each token of the longest one."""
+        """Runs one forward pass over all requests for each token of the longest one."""
         for request in requests:
             self._follow(request)
         busy = {request.sequence.seq_id for request in requests}
@@ -99,7 +99,6 @@ class ModelDrafter:
         return [[] if draft is None else self._answer(draft.request) for draft in drafts]
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """See core.step.Drafter."""
         for seq_id in seq_ids:
             self._forget(seq_id)
 

@@ -43,7 +43,6 @@ class GroupedInputBatch:
         self._ends: dict[int, list[tuple[int, int]]] = {}
 
     def release(self, seq_ids: Iterable[int]) -> None:
-        """See InputBatch."""
         for seq_id in seq_ids:
             slot = self._slots.pop(seq_id, None)
             if slot is not None:
@@ -52,7 +51,7 @@ class GroupedInputBatch:
                 self._ends.pop(seq_id, None)
 
     def build(self, scheduled: Seq[ScheduledSequence], bundles: Bundles | None) -> ModelInputs:
-        """See InputBatch. `bundles` as in SchedulerOutput."""
+        """`bundles` as in SchedulerOutput."""
         slots = [self._refresh(entry, bundles) for entry in scheduled]
         lengths = [entry.start + entry.num_tokens for entry in scheduled]
         tables = np.ascontiguousarray(self._tables[:, slots, : -(-max(lengths) // self._block_size)])

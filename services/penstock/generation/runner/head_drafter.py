@@ -93,7 +93,7 @@ class _Drawing(NamedTuple):
 
 
 class HeadDrafter:
-    """Drafter of the engine over a head with a pool of its own, and the tap of the runner's steps. Used by the
+    """Drafter of the engine over a head with a pool of its own, and the FeatureTap of the runner's steps. Used by the
     engine's thread.
 
     Drafts are drawn as those of a draft model: with the request's own options, and with the same uniforms as the served
@@ -123,7 +123,6 @@ class HeadDrafter:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See FeatureTap."""
         return self.head.taps
 
     @property
@@ -132,7 +131,7 @@ class HeadDrafter:
         return self._tables.pool.num_used
 
     def take(self, entries: Seq[EntryRows], rows_TKI: Tensor, embed: Embed) -> None:
-        """See FeatureTap. Rows of prompts that go on are computed now, others when drafts are asked for."""
+        """Rows of prompts that go on are computed now, others when drafts are asked for."""
         self._embed = embed
         due: list[tuple[_Follower, Sequence]] = []
         for entry, first_row in entries:
@@ -153,8 +152,7 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """See core.step.Drafter. Runs the head once over all rows that wait, and once more for each further draft, or
-        for all drafts of a block."""
+        """Run the head once over all rows that wait, and once more for each further draft, or for all drafts of a block."""
         busy = {request.sequence.seq_id for request in requests}
         found = [self._start(request, busy) for request in requests]
         drawing = [one for one in found if one is not None]
@@ -222,7 +220,6 @@ class HeadDrafter:
             one.shadow.token_ids += ids
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """See core.step.Drafter."""
         if self._followers:
             for seq_id in seq_ids:
                 self._forget(seq_id)

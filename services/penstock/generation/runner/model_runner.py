@@ -229,7 +229,6 @@ class ModelRunner:
         return RunnerOutput(sampled, self._prompt_logprobs(draws, hidden_RI, head), failed, exhausted)
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """See core.step.Runner."""
         self._steady = None
         for keeper in (
             self._inputs,

@@ -47,8 +47,9 @@ class NativeDrawing(Drawing):
     """A Drawing by C++ kernels. A row's result, the order of its sums included, depends on its own scores and options
     only."""
 
+    @override
     def warp(self, picked_R: torch.Tensor) -> None:
-        """See Drawing. Rows with other warpers than the usual ones go through torch's operators."""
+        """Rows with other warpers than the usual ones go through torch's operators."""
         batch = self._batch
         plans = [batch.states[batch.sampled_rows[place]].plan for place in picked_R.tolist()]
         is_usual = [not plan.has_other_warpers for plan in plans]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from penstock.generation.attention.to_device import uploaded
 from penstock.generation.sampling.drawing import Drawing, not_numbers
@@ -34,21 +35,24 @@ class QueuedDrawing(Drawing):
         self._unsure: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._uniforms_M: torch.Tensor | None = None
 
+    @override
     def greedy(self) -> None:
-        """See Drawing; a NaN is found by `tokens`."""
+        """A NaN is found by `tokens`."""
         self.token_ids_N = self._scores_NV.argmax(-1)
         rows_R = self._batch.greedy_index_R
         highest_R1 = self._scores_NV[rows_R].gather(1, self.token_ids_N[rows_R][:, None])
         self._checks.append(highest_R1.isfinite())
         self._greedy_logprobs()
 
+    @override
     def sampled(self, uniforms_M: torch.Tensor) -> None:
-        """See Drawing; a NaN is found by `tokens`."""
+        """A NaN is found by `tokens`."""
         self._uniforms_M = uniforms_M
         super().sampled(uniforms_M)
 
+    @override
     def tokens(self) -> list[SampledToken]:
-        """See Drawing. Raises FloatingPointError as `greedy` and `sampled` of Drawing do."""
+        """Raises FloatingPointError as `greedy` and `sampled` of Drawing do."""
         token_ids, rest = self._read()
         if rest:
             assert self._uniforms_M is not None

@@ -42,11 +42,9 @@ class SamplingKernels:
     def position_logprobs(
         self, scores_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]
     ) -> list[PositionLogprobs]:
-        """See logprobs.position_logprobs."""
         return position_logprobs(scores_RV, chosen_R, num_top)
 
     def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
-        """See green_lists.in_head."""
         return in_head(vocab_size, count, seeds, ids)
 
     def top_noisy(

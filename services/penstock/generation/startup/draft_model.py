@@ -195,8 +195,9 @@ class ResizedVocabulary(CausalLM):
         self._vocab_size = vocab_size
 
     @property
+    @override
     def can_draw(self) -> bool:
-        """See CausalLM: the head has the model's own vocabulary."""
+        """The head has the model's own vocabulary."""
         return False
 
     @override
@@ -204,8 +205,9 @@ class ResizedVocabulary(CausalLM):
         return super().embed(input_ids_T.clamp(max=self.config.vocab_size - 1), adapters)
 
     @torch.inference_mode()
+    @override
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See CausalLM; (N, vocab_size)."""
+        """Logits (N, vocab_size)."""
         logits_NV = super().compute_logits(hidden_NI, adapters)
         missing = self._vocab_size - logits_NV.shape[1]
         if missing > 0:

@@ -130,7 +130,7 @@ class CheckpointWeights:
         self._kernels = device.layer_kernels(dtype)
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """See Weights. Tied as in transformers 5.x: a single tensor serves both; two that differ stay two."""
+        """Tied as in transformers 5.x: a single tensor serves both; two that differ stay two."""
         there = [name for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
         stored = self._weight(there[-1:])
         head = self._made(
@@ -145,7 +145,7 @@ class CheckpointWeights:
         return head, None if is_one and head.rows() is not None else self._table(there[0])
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """See Weights. Raises StartupError naming the tensor that the format cannot hold."""
+        """Raises StartupError naming the tensor that the format cannot hold."""
         method = self._exact_method if linear.is_exact else self._linear_method
         kept = () if linear.is_exact else self._kept
         kernels = self._kernels if linear.gated else None
@@ -193,21 +193,20 @@ class CheckpointWeights:
         return self._common_form([f"{prefix}{part}.weight" for part in linear.parts], self._kept)
 
     def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
-        """See Weights. A quantised matrix becomes numbers of the dtype."""
+        """A quantised matrix becomes numbers of the dtype."""
         stored = self._weight([f"{prefix}{part}.weight" for part in linear.parts], linear.order)
         if quantised := sum(map(self._checkpoint.is_quantised, stored.names)):
             self._forms[dtype_name(self.dtype)] += quantised
         return self._counted_tensor(stored.joined())
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights."""
         value = self._checkpoint.take(name)
         if is_exact:
             return self._counted_tensor(value.to(self._device.torch_device, torch.float32, copy=True))
         return self._counted_tensor(self._owned(value))
 
     def layer_is_complete(self) -> None:
-        """See Weights. Return freed memory to the system: tensors that were converted before packing would otherwise
+        """Return freed memory to the system: tensors that were converted before packing would otherwise
         keep a third of a model in the heap."""
         trim_heap()
 
@@ -230,7 +229,6 @@ class CheckpointWeights:
 
     @property
     def forms(self) -> Mapping[str, int]:
-        """See Weights."""
         return self._forms
 
     def _importance_of(self, name: str, weight: StoredWeight | StackedExpert) -> Tensor | None:
@@ -361,7 +359,7 @@ class StoredWeight:
         self._order = order
 
     def pieces(self) -> Iterator[Tensor]:
-        """See Weight. A piece may be a view of the file, which may change on disk under a running server."""
+        """A piece may be a view of the file, which may change on disk under a running server."""
         if self._order is not None:
             yield from self._ordered_pieces(self._order)
             return
@@ -377,7 +375,6 @@ class StoredWeight:
                 first += piece.shape[0]
 
     def whole_pieces(self) -> Iterator[WholeRows]:
-        """See WholeWeight."""
         first, order = 0, self._order
         for name in self.names:
             for piece in self._checkpoint.whole_pieces(name, multiple=1 if order is None else order.multiple(first)):
@@ -392,12 +389,10 @@ class StoredWeight:
                 first += piece.values.shape[0]
 
     def block_parts(self) -> list[tuple[str, int]]:
-        """See BlockWeight."""
         rows = [self._checkpoint.shape(name)[0] for name in self.names]
         return list(zip(self.block_types, rows, strict=True))
 
     def block_pieces(self) -> Iterator[Tensor]:
-        """See BlockWeight."""
         first, order = 0, self._order
         for name in self.names:
             for piece in self._checkpoint.block_pieces(name, multiple=1 if order is None else order.multiple(first)):
@@ -405,7 +400,6 @@ class StoredWeight:
                 first += len(piece)
 
     def joined(self) -> Tensor:
-        """See Weight."""
         return self.copied(torch.empty(self.shape, dtype=self.dtype, device=self._device))
 
     def copied(self, whole: Tensor) -> Tensor:
@@ -422,7 +416,8 @@ class StoredWeight:
 
 
 class StackedExpert:
-    """One expert of a tensor with all experts, as in gpt-oss: a layers.linear.base.Weight. Each use reads it anew."""
+    """One expert of a tensor with all experts, as in gpt-oss: a Weight and BlockWeight of layers.linear.base. Each use
+    reads it anew."""
 
     def __init__(
         self, checkpoint: TensorSource, name: str, linear: LayerLinear, dtype: torch.dtype, device: torch.device
@@ -439,19 +434,15 @@ class StackedExpert:
         self._device = device
 
     def pieces(self) -> Iterator[Tensor]:
-        """See Weight: one piece."""
         yield self.joined()
 
     def joined(self) -> Tensor:
-        """See Weight."""
         return self._apart(self._stored(self.names[0]).t())
 
     def block_parts(self) -> list[tuple[str, int]]:
-        """See BlockWeight."""
         return [(self.block_types[0], self.shape[0])]
 
     def block_pieces(self) -> Iterator[Tensor]:
-        """See BlockWeight: one piece."""
         assert self._linear.expert is not None
         yield self._apart(self._checkpoint.block_row(self.names[0], self._linear.expert))
 

@@ -88,58 +88,45 @@ class NewTensors:
         return tensor in self._tensors
 
     def dtype(self, tensor: str) -> torch.dtype:
-        """See TensorSource."""
         return self._tensors[tensor].dtype
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """See TensorSource."""
         return tuple(self._tensors[tensor].shape)
 
     def take(self, tensor: str) -> Tensor:
-        """See TensorSource."""
         return self._tensors[tensor]
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource."""
         return self._tensors[tensor][number]
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource."""
         value = self._tensors[tensor]
         rows = max(_PIECE_BYTES // (value[0].nbytes * multiple), 1) * multiple
         for first in range(0, len(value), rows):
             yield value[first : first + rows]
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """See TensorSource: nothing is mapped."""
         raise TypeError("tensors in memory are in no file")
 
     def are_equal(self, one: str, other: str) -> bool:
-        """See TensorSource."""
         return torch.equal(self._tensors[one], self._tensors[other])
 
     def is_quantised(self, tensor: str) -> bool:
-        """See TensorSource: none is."""
         return False
 
     def form(self, tensor: str) -> str:
-        """See TensorSource: none has one."""
         return ""
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        """See TensorSource: none has a form."""
         raise TypeError("tensors that are given have no form of whole numbers")
 
     def block_type(self, tensor: str) -> str:
-        """See TensorSource: none has one."""
         return ""
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource: none has blocks."""
         raise TypeError("tensors that are given have no blocks")
 
     def block_row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource: none has blocks."""
         raise TypeError("tensors that are given have no blocks")
 
 

@@ -114,18 +114,15 @@ class PackedWeights:
         populate(file.memory, progress)
 
     def head_and_table(self) -> tuple[NativeLinear, Tensor | None]:
-        """See Weights."""
         shape = (self._config.vocab_size, self._config.hidden_size)
         head = self._linear(HEAD, shape, self._head, gated=False, has_bias=False)
         return head, self.tensor(EMBEDDING) if EMBEDDING in self._places else None
 
     @property
     def mapped_bytes(self) -> int:
-        """See Weights: all of it."""
         return self.num_bytes
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> NativeLinear:
-        """See Weights."""
         format = self._exact if linear.is_exact else self._layers
         if linear.is_float32:
             format = formats(torch.float32, "none")[0]
@@ -141,18 +138,17 @@ class PackedWeights:
         )
 
     def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
-        """See Weights."""
         return self.tensor(f"{prefix}{linear.name}.weight")
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights: a view of the file, in the layout's dtype."""
+        """A view of the file, in the layout's dtype."""
         place = self._places[name]
         found = self._data[place.begin : place.end].view(place.dtype).view(place.shape)
         self.num_bytes += found.nbytes
         return found
 
     def layer_is_complete(self) -> None:
-        """See Weights: nothing was made on the way."""
+        """Nothing was made on the way."""
 
     def _linear(
         self,

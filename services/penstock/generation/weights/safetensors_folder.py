@@ -42,7 +42,7 @@ _MAX_NAMED = 5
 
 
 class Checkpoint:
-    """The tensors of one model folder."""
+    """The tensors of one model folder, a TensorSource."""
 
     def __init__(self, folder: Path, progress: CountBytes | None = None) -> None:
         """Open every file's header. Raises StartupError naming the file (and tensor) that is missing or broken."""
@@ -199,27 +199,22 @@ class Checkpoint:
         return all(torch.equal(*pair) for pair in pairs)
 
     def is_quantised(self, tensor: str) -> bool:
-        """See TensorSource: no tensor is quantised here."""
+        """No tensor is quantised here."""
         return False
 
     def form(self, tensor: str) -> str:
-        """See TensorSource."""
         return ""
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        """See TensorSource."""
         raise TypeError(f"{tensor} is not quantised")
 
     def block_type(self, tensor: str) -> str:
-        """See TensorSource."""
         return ""
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource."""
         raise TypeError(f"{tensor} has no blocks")
 
     def block_row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource."""
         raise TypeError(f"{tensor} has no blocks")
 
     def _view(self, tensor: str, first: int, last: int) -> Tensor:

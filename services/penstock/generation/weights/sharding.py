@@ -131,11 +131,9 @@ class ShardedSource:
         return tensor in (EMBEDDING, LM_HEAD) or tensor in self._whole
 
     def dtype(self, tensor: str) -> torch.dtype | None:
-        """See TensorSource."""
         return self._whole.dtype(self._stored(tensor))
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """See TensorSource."""
         rows, *columns = self._whole.shape(self._stored(tensor))
         cut = self._cuts.get(tensor, _ShardCut())
         if cut.rows is not None:
@@ -145,18 +143,16 @@ class ShardedSource:
         return (rows, *columns)
 
     def take(self, tensor: str) -> Tensor:
-        """See TensorSource."""
         value, cut = self._whole.take(self._stored(tensor)), self._cuts.get(tensor, _ShardCut())
         if cut.is_zero:
             return torch.zeros_like(value)
         return value if cut.rows is None else torch.cat([value[begin:end] for begin, end in cut.rows])
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource: for mixtures, which are not sharded."""
         raise TypeError(f"{tensor} has all experts")
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource. Rows of other ranks are not read."""
+        """Rows of other ranks are not read."""
         cut, first = self._cuts.get(tensor, _ShardCut()), 0
         for piece in self._whole.pieces(self._stored(tensor), multiple=multiple):
             last = first + piece.shape[0]
@@ -167,35 +163,28 @@ class ShardedSource:
             first = last
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """See TensorSource: of the embedding."""
         return self._whole.mapped(self._stored(tensor))
 
     def are_equal(self, one: str, other: str) -> bool:
-        """See TensorSource: embedding and head never are."""
+        """Embedding and head are never equal."""
         return False
 
     def is_quantised(self, tensor: str) -> bool:
-        """See TensorSource."""
         return self._whole.is_quantised(self._stored(tensor))
 
     def form(self, tensor: str) -> str:
-        """See TensorSource: none is kept."""
         return ""
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        """See TensorSource."""
         raise TypeError(f"{tensor} is not kept as whole numbers")
 
     def block_type(self, tensor: str) -> str:
-        """See TensorSource: none is kept."""
         return ""
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource."""
         raise TypeError(f"{tensor} has no blocks")
 
     def block_row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource."""
         raise TypeError(f"{tensor} has no blocks")
 
     def _stored(self, tensor: str) -> str:

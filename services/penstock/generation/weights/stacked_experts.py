@@ -44,62 +44,50 @@ class UnstackedExperts:
         return tensor in self._places or tensor in self._source
 
     def dtype(self, tensor: str) -> torch.dtype | None:
-        """See TensorSource."""
         return self._source.dtype(self._stored(tensor))
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """See TensorSource."""
         place = self._places.get(tensor)
         return self._source.shape(tensor) if place is None else (place.last - place.first, place.inputs)
 
     def take(self, tensor: str) -> Tensor:
-        """See TensorSource."""
         place = self._places.get(tensor)
         if place is None:
             return self._source.take(tensor)
         return self._source.row(place.tensor, place.expert)[place.first : place.last]
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource."""
         return self.take(tensor)[number] if tensor in self._places else self._source.row(tensor, number)
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource. An expert's matrix is one piece."""
+        """An expert's matrix is one piece."""
         if tensor in self._places:
             yield self.take(tensor)
         else:
             yield from self._source.pieces(tensor, multiple=multiple)
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """See TensorSource: of the embedding."""
         return self._source.mapped(tensor)
 
     def are_equal(self, one: str, other: str) -> bool:
-        """See TensorSource: of embedding and head."""
         return self._source.are_equal(one, other)
 
     def is_quantised(self, tensor: str) -> bool:
-        """See TensorSource."""
         return self._source.is_quantised(self._stored(tensor))
 
     def form(self, tensor: str) -> str:
-        """See TensorSource: none of an expert's."""
         return "" if tensor in self._places else self._source.form(tensor)
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        """See TensorSource: of no expert."""
         return self._source.whole_pieces(tensor, multiple=multiple)
 
     def block_type(self, tensor: str) -> str:
-        """See TensorSource: none of an expert's."""
         return "" if tensor in self._places else self._source.block_type(tensor)
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource: of no expert."""
         return self._source.block_pieces(tensor, multiple=multiple)
 
     def block_row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource: of no expert."""
         return self._source.block_row(tensor, number)
 
     def _stored(self, tensor: str) -> str:

@@ -66,7 +66,6 @@ class EngineConnection:
         )
 
     async def until_serving(self, on_starting: Callable[[], object]) -> bool:
-        """See BackendConnection."""
         async with contextlib.aclosing(self.watch_health()) as updates:
             async for is_serving in updates:
                 if is_serving:
@@ -75,7 +74,6 @@ class EngineConnection:
         return False
 
     async def model_info(self) -> model_pb2.GetModelInfoResponse:
-        """See BackendConnection."""
         messages = self._codec.messages
         told = await self._ask(self._stub.GetModelInfo, messages.GetModelInfoRequest())
         server = await self._ask(self._stub.GetServerInfo, messages.GetServerInfoRequest())
@@ -96,14 +94,12 @@ class EngineConnection:
         return self._model.info
 
     async def open_session(self) -> StreamCall[generation_pb2.SessionResponse]:
-        """See BackendConnection."""
         self._session = EngineSession(
             self._channel, self._codec, self._require_model(), self._send_aborts, self._config.engine_silence_seconds
         )
         return self._session
 
     async def watch_loads(self) -> AsyncGenerator[admin_pb2.WatchLoadResponse]:
-        """See BackendConnection."""
         blocks, following = self._blocks, None
         if blocks is not None:
             # Beside the reports of load: they go on while it fails, and routing goes by estimates.
@@ -157,7 +153,6 @@ class EngineConnection:
             await asyncio.sleep(self._config.reconnect_max_seconds)
 
     async def watch_health(self) -> AsyncGenerator[bool]:
-        """See BackendConnection."""
         known = None
         while True:
             is_healthy = await self._is_healthy()
@@ -169,7 +164,6 @@ class EngineConnection:
             await asyncio.sleep(self._poll_seconds)
 
     def refusal(self, request: generation_pb2.GenerateRequest, *, resumes: bool) -> PenstockError | None:
-        """See BackendConnection."""
         model, codec = self._model, self._codec
         if model is None:
             return None
@@ -181,7 +175,6 @@ class EngineConnection:
         return None if found is None else self._lacks(*found)
 
     def lacks_call(self, method: str) -> PenstockError | None:
-        """See BackendConnection."""
         has_it = method in self._codec.calls
         if has_it and self._model is not None:
             # An engine is started for the one or for the other.
@@ -189,7 +182,6 @@ class EngineConnection:
         return None if has_it else self._lacks("request", f"{method} is not there")
 
     async def close(self) -> None:
-        """See BackendConnection."""
         if self._session is not None:
             await self._session.close()
 

@@ -26,22 +26,18 @@ class OwnConnection:
         self.calls: GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(channel.for_stubs)
 
     async def until_serving(self, on_starting: Callable[[], object]) -> bool:
-        """See BackendConnection."""
         return await until_serving(self._channel.for_stubs, GENERATION_NAME, on_starting)
 
     async def model_info(self) -> model_pb2.GetModelInfoResponse:
-        """See BackendConnection."""
         stub = model_pb2_grpc.ModelServiceStub(self._channel.for_stubs)
         return await stub.GetModelInfo(model_pb2.GetModelInfoRequest(), timeout=self._config.connect_timeout_seconds)
 
     async def open_session(self) -> StreamCall[generation_pb2.SessionResponse]:
-        """See BackendConnection."""
         parse = generation_pb2.SessionResponse.FromString
         # Messages that wait are parsed as one: a message is a list of events, and merging joins the lists.
         return await self._channel.open_stream(f"/{GENERATION_NAME}/Session", parse, joins=True)
 
     async def watch_loads(self) -> AsyncGenerator[admin_pb2.WatchLoadResponse]:
-        """See BackendConnection."""
         stub = admin_pb2_grpc.GenerationAdminServiceStub(self._channel.for_stubs)
         request = admin_pb2.WatchLoadRequest(
             min_interval_seconds=self._config.load_interval_seconds, prefixes=self._config.prefix_reports
@@ -54,7 +50,6 @@ class OwnConnection:
             reports.cancel()
 
     def watch_health(self) -> AsyncGenerator[bool]:
-        """See BackendConnection."""
         return watch_health(self._channel.for_stubs, GENERATION_NAME)
 
     def refusal(self, request: generation_pb2.GenerateRequest, *, resumes: bool) -> PenstockError | None:

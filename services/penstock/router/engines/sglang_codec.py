@@ -37,17 +37,14 @@ class SglangCodec:
     calls: frozenset[str] = frozenset(("Score",))
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
-        """See EngineCodec."""
         return sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
 
     def lacks(self, request: EngineRequest) -> tuple[str, str] | None:
-        """See EngineCodec."""
         if request.options.options.seed is not None and request.params.do_sample:
             return "config.seed", "is not there"
         return None
 
     def generate(self, request: EngineRequest, index: int, request_id: str) -> Message:
-        """See EngineCodec."""
         params, resumed = request.params, request.resumed(index)
         message = sglang_scheduler_pb2.GenerateRequest(request_id=request_id, stream=True)
         message.tokenized.input_ids.extend(request.options.prompt_token_ids)
@@ -87,7 +84,6 @@ class SglangCodec:
         return message
 
     def read(self, message: sglang_scheduler_pb2.GenerateResponse, request: EngineRequest) -> EngineChunk:
-        """See EngineCodec."""
         if message.HasField("complete"):
             complete = message.complete
             return EngineChunk(
@@ -102,15 +98,12 @@ class SglangCodec:
         )
 
     def aborts(self, request_ids: Sequence[str]) -> list[Message]:
-        """See EngineCodec."""
         return [sglang_scheduler_pb2.AbortRequest(request_id=one, reason="cancelled") for one in request_ids]
 
     def window(self, server: sglang_scheduler_pb2.GetServerInfoResponse) -> int:
-        """See EngineCodec."""
         return 0
 
     def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
-        """See EngineCodec."""
         message = sglang_scheduler_pb2.GenerateRequest(
             request_id=request_id, stream=True, return_logprob=True, top_logprobs_num=alternatives
         )
@@ -125,7 +118,6 @@ class SglangCodec:
     def read_scores(
         self, message: sglang_scheduler_pb2.GenerateResponse, alternatives: int
     ) -> list[common_pb2.PositionLogprobs]:
-        """See EngineCodec."""
         part = message.chunk if message.HasField("chunk") else message.complete
         return from_input(part.input_logprobs, alternatives)
 

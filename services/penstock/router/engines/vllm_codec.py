@@ -36,17 +36,14 @@ class VllmCodec:
     calls: frozenset[str] = frozenset(("Score", "Embed"))
 
     def make_stub(self, channel: grpc.aio.Channel) -> Any:
-        """See EngineCodec."""
         return vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
     def lacks(self, request: EngineRequest) -> tuple[str, str] | None:
-        """See EngineCodec."""
         if any(abs(bias) > _MOST_BIAS for bias in request.params.logit_bias.values()):
             return "config.logit_bias", f"may be between -{_MOST_BIAS:g} and {_MOST_BIAS:g} there"
         return None
 
     def generate(self, request: EngineRequest, index: int, request_id: str) -> Message:
-        """See EngineCodec."""
         params, resumed = request.params, request.resumed(index)
         message = vllm_engine_pb2.GenerateRequest(request_id=request_id, stream=True)
         message.tokenized.input_ids.extend(request.options.prompt_token_ids)
@@ -87,7 +84,6 @@ class VllmCodec:
         return message
 
     def read(self, message: vllm_engine_pb2.GenerateResponse, request: EngineRequest) -> EngineChunk:
-        """See EngineCodec."""
         if message.HasField("complete"):
             return EngineChunk(
                 prompt_tokens=message.complete.prompt_tokens,
@@ -104,15 +100,12 @@ class VllmCodec:
         )
 
     def aborts(self, request_ids: Sequence[str]) -> list[Message]:
-        """See EngineCodec."""
         return [vllm_engine_pb2.AbortRequest(request_ids=request_ids)]
 
     def window(self, server: vllm_engine_pb2.GetServerInfoResponse) -> int:
-        """See EngineCodec."""
         return max(server.max_num_seqs, 0)
 
     def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
-        """See EngineCodec."""
         message = vllm_engine_pb2.GenerateRequest(request_id=request_id, stream=True)
         message.tokenized.input_ids.extend(token_ids)
         message.sampling_params.CopyFrom(
@@ -124,7 +117,6 @@ class VllmCodec:
     def read_scores(
         self, message: vllm_engine_pb2.GenerateResponse, alternatives: int
     ) -> list[common_pb2.PositionLogprobs]:
-        """See EngineCodec."""
         part = message.chunk if message.HasField("chunk") else message.complete
         return from_input(part.input_logprobs, alternatives)
 

@@ -23,7 +23,6 @@ class ScopedTokens:
 
     @property
     def wanted(self) -> str:
-        """See BearerTokens."""
         own = f"a key with the scope {' or '.join(self.scopes)}" if self.scopes else "a key"
         return own if self.others is None else f"{self.others.wanted}, or {own}"
 

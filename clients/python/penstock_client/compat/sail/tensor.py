@@ -110,7 +110,7 @@ class Tensor:
         return self._dtype
 
     def reshape(self, shape: Sequence[int]) -> None:
-        """See the same elements in another shape. Raises ValueError for another number of them."""
+        """Return the same elements in another shape. Raises ValueError for another number of them."""
         if prod(shape) != self.array.size:
             raise ValueError(f"the tensor has {self.array.size} elements")
         self.array = self.array.reshape(tuple(shape))

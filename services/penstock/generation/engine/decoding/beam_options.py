@@ -37,13 +37,15 @@ class BeamOptions(DecodingMode):
     no_drafts = "drafts need greedy search or sampling"
 
     @property
+    @override
     def may_be_guided(self) -> bool:  # type: ignore[override]
-        """See DecodingMode. Groups draw at different positions, and constraints have the releases of groups."""
+        """Groups draw at different positions, and constraints have the releases of groups."""
         return self.num_beam_groups == 1 and not self.constraints
 
     @property
+    @override
     def rescue(self) -> Rescue:
-        """See DecodingMode. Groups follow transformers 4.41.1, which never allows a token against the other options."""
+        """Groups follow transformers 4.41.1, which never allows a token against the other options."""
         return Rescue.TOGETHER if self.num_beam_groups == 1 else Rescue.GRAMMAR_ONLY
 
     @property
@@ -68,12 +70,12 @@ def beam_options(params: SamplingParams) -> BeamOptions:
 
 
 def beam_width(params: SamplingParams) -> int:
-    """See ModeSpec. With guidance each place among the beams has an unconditional branch."""
+    """With guidance each place among the beams has an unconditional branch."""
     return beam_options(params).num_beams * (2 if params.guidance.is_on else 1)
 
 
 def beams_blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
-    """See ModeSpec. Each later group computes the prompt's last token again, into a block of its own."""
+    """Each later group computes the prompt's last token again, into a block of its own."""
     options = beam_options(params)
     needed = config.blocks_needed(prompt_tokens, output_tokens, options.num_beams)
     if params.guidance.is_on:

@@ -10,6 +10,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from typing_extensions import override
+
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
@@ -151,8 +153,9 @@ class BeamStrategy(DecodingStrategy):
         # Extensions per beam that a step considers: enough to go on, whichever of them end their beam.
         self.candidates_per_beam = max(2, 1 + criteria.num_eos)
 
+    @override
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """See DecodingStrategy. Raises InvalidArgument when resumed ids are not what an earlier attempt returned."""
+        """Raises InvalidArgument when resumed ids are not what an earlier attempt returned."""
         if any(self._request.resumed_token_ids):
             return [], [self._delivered(index, ids) for index, ids in enumerate(self._request.resumed_token_ids)]
         return [self.first_beam().sequence], []
@@ -165,8 +168,9 @@ class BeamStrategy(DecodingStrategy):
     def ranking(self, reason: FinishReason | None) -> list[Hypothesis]:
         """Return the hypotheses, best first. Open beams end by `reason`; None: they do not count."""
 
+    @override
     def end(self, reason: FinishReason) -> list[Emission]:
-        """See DecodingStrategy. max_time returns the best so far; a request that is cut off has emitted nothing."""
+        """An end by max_time returns the best so far; a request that is cut off has emitted nothing."""
         if reason is FinishReason.MAX_TIME:
             return self.emissions(self.ranking(reason))
         return [Emission(index, (), (), SequenceFinish(index, reason, 0)) for index in self._returned]

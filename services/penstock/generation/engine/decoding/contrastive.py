@@ -103,8 +103,9 @@ class ContrastiveSearch(DecodingStrategy):
     def width(self) -> int:
         return 0 if self._ended else self._top_k
 
+    @override
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """See DecodingStrategy. Raises InvalidArgument when resumed ids go on after their own end."""
+        """Raises InvalidArgument when resumed ids go on after their own end."""
         stop = None
         for token_id in self._request.resumed_token_ids[0] if self._request.resumed_token_ids else ():
             if stop is not None:
@@ -228,7 +229,7 @@ def _options(params: SamplingParams) -> ContrastiveOptions:
 
 
 def _blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
-    """See ModeSpec. Candidates share all but the block of their one token; the last token is computed, too."""
+    """Candidates share all but the block of their one token; the last token is computed, too."""
     candidates = _options(params).top_k - 1
     return config.blocks_needed(prompt_tokens, output_tokens + 1, 1) + config.bundle_blocks * candidates
 

@@ -81,8 +81,9 @@ class ParallelSampling(DecodingStrategy):
     def width(self) -> int:
         return len(self._tracks) * _branches(self._request.params)
 
+    @override
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """See DecodingStrategy. Raises InvalidArgument when resumed ids go on after their own end."""
+        """Raises InvalidArgument when resumed ids go on after their own end."""
         preset_events: list[Emission] = []
         for index in range(self._request.params.num_return_sequences):
             track = self._new_track(index)
@@ -206,12 +207,10 @@ def new_unconditional(request: Request, index: int, seq_id: int) -> Sequence:
 
 
 def most_sequences(params: SamplingParams) -> int:
-    """See ModeSpec."""
     return params.num_return_sequences * _branches(params)
 
 
 def blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
-    """See ModeSpec."""
     count = params.num_return_sequences
     needed = config.blocks_needed(prompt_tokens, output_tokens, count)
     if params.guidance.is_on:

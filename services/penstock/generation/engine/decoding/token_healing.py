@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from penstock.generation.core.decoding_mode import PLAIN, DecodingMode
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sampling_params import SamplingParams
@@ -64,8 +66,9 @@ class TokenHealing(DecodingStrategy):
     def width(self) -> int:
         return self._strategy.width
 
+    @override
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """See DecodingStrategy. Raises the errors of the request's own strategy."""
+        """Raises the errors of the request's own strategy."""
         sequences, preset_events = self._strategy.start()
         return [self._healer] if sequences and self._healer is not None else [], preset_events
 

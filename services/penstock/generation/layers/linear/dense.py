@@ -64,8 +64,9 @@ class PackedLinear(Linear):
         return result
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear; the blocked layout pads by at most one block a side, which is not counted."""
+        """The blocked layout pads by at most one block a side, which is not counted."""
         return self._num_bytes
 
 

@@ -99,8 +99,9 @@ class GroupedInt4(Linear):
         return self._form
 
     @property
+    @override
     def mean_scale(self) -> float:
-        """See Linear. Padding outputs are left out."""
+        """Padding outputs are left out."""
         return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
 
     @property

@@ -35,8 +35,9 @@ class CudaInt4Linear(GroupedInt4):
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._product(x_TI, x_TI.dtype)
 
+    @override
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """See Linear: of a product that is rounded to bfloat16."""
+        """Numbers of a product that is rounded to bfloat16."""
         return self._product(x_TI, torch.float32)
 
     def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:

@@ -120,8 +120,9 @@ class Int8Linear(Linear):
         return natural_scale(float(self._scale.mean()) / halved(self._block), self._block)
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear; the blocked layout's padding is not counted."""
+        """The blocked layout's padding is not counted."""
         bias = 0 if self._bias is None else self._bias.nbytes
         return self.in_features * self.out_features + self._scale.nbytes + self._zero.nbytes + bias
 

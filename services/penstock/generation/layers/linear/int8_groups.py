@@ -31,7 +31,6 @@ class TurnedWeight:
         self._weight = weight_OI
 
     def block_parts(self) -> Sequence[tuple[str, int]]:
-        """See BlockWeight."""
         return self.parts(self.shape[0])
 
     @staticmethod
@@ -40,7 +39,6 @@ class TurnedWeight:
         return [(_BLOCK_TYPE, outputs)]
 
     def block_pieces(self) -> Iterator[Tensor]:
-        """See BlockWeight."""
         pieces = [self._weight] if isinstance(self._weight, Tensor) else self._weight.pieces()
         return map(turned_groups, pieces)
 

@@ -221,13 +221,15 @@ class NativeLinear(Linear):
         result: Tensor = self._multiply(x_TI)
         return result
 
+    @override
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """See Linear: never rounded to bfloat16."""
+        """Sums that were never rounded to bfloat16."""
         result: Tensor = self._multiply_as_float(x_TI)
         return result
 
+    @override
     def adapted(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
-        """See Linear: the kernel adds them to its sums, before they are rounded."""
+        """The kernel adds them to its sums, before they are rounded."""
         return self._adapted(x_TI, adapters, as_float=False)
 
     @override
@@ -251,8 +253,9 @@ class NativeLinear(Linear):
         )
         return result
 
+    @override
     def rows(self) -> Rows | None:
-        """See Linear: int8 and int4 do not keep the weight; blocks have the numbers of the file."""
+        """Int8 and int4 do not keep the weight; blocks have the numbers of the file."""
         if self.packed.gated or self.format not in (Format.F32, Format.BF16, Format.GGUF):
             return None
         is_bf16 = self.packed.dtype is torch.bfloat16
@@ -280,8 +283,9 @@ class NativeLinear(Linear):
         return INT4 if self.format is Format.INT4 else ""
 
     @property
+    @override
     def mean_scale(self) -> float:
-        """See Linear. Padding outputs have no scale."""
+        """Padding outputs have no scale."""
         if self.format is Format.TURNED_GROUPS:
             return mean_scale_of_groups(self.packed.weight, self.in_features)
         scale = self.packed.scale
@@ -312,13 +316,15 @@ class NativeLinearMethod(LinearMethod):
         self._head = format if head is None else head
         self._slabs = Slabs(arena)
 
+    @override
     def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
-        """See LinearMethod: packed as it is read."""
+        """Packs the weight as it is read."""
         return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=False))
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return self.linear(weight_OI, bias_O)
 
+    @override
     def gated(
         self,
         weight_OI: Tensor | Weight,
@@ -326,13 +332,14 @@ class NativeLinearMethod(LinearMethod):
         kernels: LayerKernels,
         activation: Activation = Activation.SILU,
     ) -> Linear:
-        """See LinearMethod: the halves are combined before anything is written."""
+        """The halves are combined before anything is written."""
         return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True), activation)
 
     @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         return NativeLinear(_pack(weight_VI, None, self._head, self._slabs, gated=False))
 
+    @override
     def whole(
         self,
         weight: WholeWeight,
@@ -340,7 +347,7 @@ class NativeLinearMethod(LinearMethod):
         kernels: LayerKernels | None = None,
         activation: Activation = Activation.SILU,
     ) -> Linear:
-        """See LinearMethod: the kernels' scales are float32, so nothing is rounded."""
+        """The kernels' scales are float32, so nothing is rounded."""
         packed = _pack_whole(weight, bias_O, self._slabs, gated=kernels is not None)
         return NativeLinear(packed, activation)
 

@@ -307,8 +307,9 @@ class NPUInt4Linear(_Products):
         return self._form
 
     @property
+    @override
     def mean_scale(self) -> float:
-        """See Linear. Padding outputs are left out."""
+        """Padding outputs are left out."""
         return float(torch.cat([own[1] for own in self._own], dim=1)[:, : self.out_features].float().abs().mean())
 
     @property

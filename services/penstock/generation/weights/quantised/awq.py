@@ -33,12 +33,9 @@ _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class Awq(QuantFormat):
-    """See the module."""
-
     method = "awq"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
         one_of(config, "bits" if "bits" in config.values else "w_bit", (_BITS,), None)
         version = str(config.values.get("version", config.values.get("format", "gemm"))).lower()
         if version != "gemm":

@@ -39,12 +39,9 @@ _MOST = 127.0
 
 
 class BitsAndBytes(QuantFormat):
-    """See the module."""
-
     method = "bitsandbytes"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
         self._is_int8 = config.boolean("load_in_8bit", False)
         if self._is_int8 == config.boolean("load_in_4bit", False):
             raise config.error("load_in_8bit", f"or load_in_4bit must be true, one of them: {UNQUANTISED}")

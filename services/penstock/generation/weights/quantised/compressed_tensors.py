@@ -75,12 +75,9 @@ class _Scheme:
 
 
 class CompressedTensors(QuantFormat):
-    """See the module."""
-
     method = "compressed-tensors"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
         kind = str(one_of(config, "format", _FORMATS, "dense"))
         one_of(config, "quantization_status", ("compressed",), "compressed")
         refuse(

@@ -29,12 +29,9 @@ _SCALES = (*FLOATS, "F8_E8M0", "U8")
 
 
 class Fp8(QuantFormat):
-    """See the module."""
-
     method = "fp8"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
         one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
         one_of(config, "fmt", ("e4m3", "float8_e4m3fn", "e5m2"), "e4m3")
         one_of(config, "weight_per_tensor", (False, True), False)
@@ -71,12 +68,12 @@ class Fp8(QuantFormat):
 
 
 class FbgemmFp8(QuantFormat):
-    """See the module: by rows."""
+    """Scales by rows."""
 
     method = "fbgemm_fp8"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat. `activation_scale_ub` bounds quantised activations; here activations are not quantised."""
+        """`activation_scale_ub` bounds quantised activations; here activations are not quantised."""
         self.description = "fbgemm fp8, a scale a row"
 
     @override

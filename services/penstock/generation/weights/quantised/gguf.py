@@ -37,7 +37,7 @@ _SHOWN = 5
 
 
 class GgufCheckpoint:
-    """A checkpoint_weights.TensorSource of a GGUF file."""
+    """A Checkpoint and checkpoint_weights.TensorSource of a GGUF file."""
 
     def __init__(self, folder: Path, progress: CountBytes | None = None) -> None:
         """Read the header. Raises StartupError naming the file, or a tensor that no model here has."""
@@ -85,26 +85,22 @@ class GgufCheckpoint:
                 raise self._file.error(f"tensor {name} has shape {list(shape)}, its facts ask for {asked}")
 
     def leave_out(self, prefix: str) -> None:
-        """See Checkpoint."""
         for tensor in [name for name in self._visible if name.startswith(prefix)]:
             del self._visible[tensor]
 
     def dtype(self, tensor: str) -> torch.dtype | None:
-        """See TensorSource."""
         if tensor in self._made:
             are_plain = all(self._names[one].type.name in STORED_DTYPES for one in self._made[tensor].sources)
             return torch.float32 if are_plain else None
         return STORED_DTYPES.get(self._names[tensor].type.name)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """See TensorSource."""
         if (made := self._made.get(tensor)) is not None:
             empty = [torch.empty(self._names[one].shape, device="meta") for one in made.sources]
             return tuple(self._make(tensor, empty).shape)
         return self._names[tensor].shape
 
     def take(self, tensor: str) -> Tensor:
-        """See TensorSource."""
         if (made := self._made.get(tensor)) is not None:
             return self._make(tensor, [self._taken_whole(one).float() for one in made.sources])
         return self._taken_whole(tensor)
@@ -117,27 +113,23 @@ class GgufCheckpoint:
         return pieces[0].clone() if self._names[tensor].type.name in STORED_DTYPES else pieces[0]
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """See TensorSource."""
         self._read(tensor)
         return self._memory(self._names[tensor].path), self._names[tensor].begin
 
     def are_equal(self, one: str, other: str) -> bool:
-        """See TensorSource. Blocks are equal if their bytes are."""
+        """Blocks are equal if their bytes are."""
         if one in self._made or other in self._made or self._names[one].type != self._names[other].type:
             return False
         pairs = zip(self._stored(one), self._stored(other), strict=True)
         return all(torch.equal(first, second) for first, second in pairs)
 
     def is_quantised(self, tensor: str) -> bool:
-        """See TensorSource."""
         return self.dtype(tensor) is None
 
     def form(self, tensor: str) -> str:
-        """See TensorSource."""
         return "" if tensor in self._made else WHOLE_TYPES.get(self._names[tensor].type.name, "")
 
     def block_type(self, tensor: str) -> str:
-        """See TensorSource."""
         made = self._made.get(tensor)
         if made is None and tensor not in self._names:
             return ""
@@ -147,11 +139,9 @@ class GgufCheckpoint:
         return found.pop() if len(found) == 1 and found <= BLOCK_TYPES.keys() else ""
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource."""
         return self._stored(tensor, multiple)
 
     def block_row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource."""
         made = self._made.get(tensor)
         if made is None or made.recipe.rows is None:
             raise TypeError(f"{tensor} is one matrix")
@@ -166,13 +156,11 @@ class GgufCheckpoint:
         return torch.cat(list(self._stored(tensor, part=part)))
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource."""
         if (made := self._made.get(tensor)) is None:
             return self._row_of(tensor, number)
         return self._make(tensor, [self._row_of(one, number).float()[None] for one in made.sources])[0]
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource."""
         if tensor in self._made:
             yield self.take(tensor)
         else:
@@ -229,7 +217,6 @@ class GgufCheckpoint:
         return 0.0 if is_plain and self._row.plain_norms else self._row.norm_offset
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        """See TensorSource."""
         stored = self._names[tensor].type
         whole = _WHOLE[stored.name]
         for rows in self._stored(tensor, multiple):

@@ -29,12 +29,9 @@ _CONVERT = f"convert it with GPTQModel, or {UNQUANTISED}"
 
 
 class Gptq(QuantFormat):
-    """See the module."""
-
     method = "gptq"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
         self.bits = int(str(one_of(config, "bits", (4, 8, 2, 3), None)))
         self.group = config.integer("group_size", 128, minimum=-1)
         if self.group == 0:

@@ -21,14 +21,12 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class Mxfp4(QuantFormat):
-    """See the module."""
-
     method = "mxfp4"
     description = "mxfp4"
     form = "mxfp4"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat: nothing in its configuration matters."""
+        """Nothing in its configuration matters."""
 
     @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:

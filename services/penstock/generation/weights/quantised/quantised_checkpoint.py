@@ -21,8 +21,8 @@ _WEIGHT = ".weight"
 
 
 class QuantisedCheckpoint:
-    """A checkpoint_weights.TensorSource over the files of a folder. Matrices are opened on demand and read in
-    pieces."""
+    """A Checkpoint and checkpoint_weights.TensorSource over the files of a folder. Matrices are opened on demand and
+    read in pieces."""
 
     def __init__(self, files: Checkpoint, format: QuantFormat) -> None:
         self.folder: Path = files.folder
@@ -66,7 +66,7 @@ class QuantisedCheckpoint:
         self._files.check(needed, allowed, dtypes, asks=f"config.json with its {FIELD}")
 
     def leave_out(self, prefix: str) -> None:
-        """See Checkpoint. Before `check`."""
+        """To be called before `check`."""
         self._files.leave_out(prefix)
 
     def dtype(self, tensor: str) -> torch.dtype | None:
@@ -80,15 +80,14 @@ class QuantisedCheckpoint:
         return self._matrices[tensor][0] if tensor in self._matrices else self._files.shape(tensor)
 
     def take(self, tensor: str) -> Tensor:
-        """See Checkpoint."""
         return self._files.take(tensor)
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """See Checkpoint. Only for a tensor that has a `dtype`."""
+        """Only for a tensor that has a `dtype`."""
         return self._files.mapped(tensor)
 
     def are_equal(self, one: str, other: str) -> bool:
-        """See Checkpoint. A quantised matrix equals no other one."""
+        """A quantised matrix equals no other one."""
         return not {one, other} & self._matrices.keys() and self._files.are_equal(one, other)
 
     def form(self, tensor: str) -> str:
@@ -100,13 +99,13 @@ class QuantisedCheckpoint:
         return tensor in self._matrices or tensor in self._stacked
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """See Checkpoint. Not for a quantised matrix; of stacked ones (inputs, outputs) in float32."""
+        """Rows of tensors that are not quantised; of stacked experts (inputs, outputs) in float32."""
         if tensor not in self._stacked:
             return self._files.row(tensor, number)
         return block_numbers(*self._stacked_rows(tensor, number)).t()
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource: in the stored dtype; rows of a quantised matrix as float32."""
+        """Pieces in the stored dtype; rows of a quantised matrix as float32."""
         if tensor not in self._matrices:
             yield from self._files.pieces(tensor, multiple=multiple)
             return
@@ -116,24 +115,20 @@ class QuantisedCheckpoint:
         self._close()
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        """See TensorSource."""
         matrix = self._matrix(tensor)
         for first, last in self._spans(tensor, multiple):
             yield matrix.whole_rows(first, last)
         self._close()
 
     def block_type(self, tensor: str) -> str:
-        """See TensorSource."""
         if tensor in self._stacked:
             return self._stacked_rows(tensor, 0)[0]
         return self._matrix(tensor).block_type if tensor in self._matrices else ""
 
     def block_row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource."""
         return self._stacked_rows(tensor, number)[1]
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource."""
         matrix = self._matrix(tensor)
         for first, last in self._spans(tensor, multiple):
             yield matrix.block_rows(first, last)

@@ -36,7 +36,6 @@ class Gguf(QuantFormat):
     method = "gguf"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
         types = config.mapping("types")
         names = [] if types is None else list(types.values)
         self.description = f"gguf of {', '.join(names)}"
@@ -44,8 +43,8 @@ class Gguf(QuantFormat):
             most = max(types.values, key=lambda name: types.values[name] if name not in BY_STORED else 0, default="")
             self.form = WHOLE_TYPES.get(most) or (most.lower() if most in BLOCK_TYPES else "")
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat: no safetensors have this format."""
         raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
 
     @override

@@ -38,12 +38,9 @@ _BITS = re.compile(r"int([1-8])")
 
 
 class TorchAo(QuantFormat):
-    """See the module."""
-
     method = "torchao"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
         quant_type = config.values.get("quant_type")
         named = quant_type.get("default") if isinstance(quant_type, dict) else quant_type
         name = str(named.get("_type", "") if isinstance(named, dict) else named)
