@@ -152,7 +152,7 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """Run the head once over all rows that wait, and once more for each further draft, or for all drafts of a block."""
+        """Run the head once over all rows that wait, and once more for each further draft or for a whole block."""
         busy = {request.sequence.seq_id for request in requests}
         found = [self._start(request, busy) for request in requests]
         drawing = [one for one in found if one is not None]
