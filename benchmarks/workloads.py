@@ -4,7 +4,7 @@
     python -m benchmarks workloads --engines penstock,penstock-grpc,transformers,openvino,llamacpp,vllm --rounds 5 \\
         --json bf16.json --plot bf16.png
     python -m benchmarks workloads --engines penstock,openvino,llamacpp,vllm --dtype int8 --model llama-3.2-1b
-    python -m benchmarks workloads --model smollm2-135m --engines penstock:int4,penstock:q4_k_m,llamacpp:q4_k_m
+    python -m benchmarks workloads --engines penstock:int4,penstock:q4_k_m,llamacpp:q4_k_m
 
 Every engine is a process that loads once; then for every round and workload each engine has its turn, the others
 asleep, so that a machine's drift in speed is the same for all. A first round warms up and does not count. Prompts are
@@ -262,7 +262,7 @@ def add_flags(made: argparse.ArgumentParser) -> None:
     made.add_argument("--rounds", type=at_least(1), default=3)
     made.add_argument("--warmup", type=at_least(0), default=1, help="rounds before those that count")
     known = ", ".join((*MODELS, *SHAPES))
-    made.add_argument("--model", default="qwen2.5-0.5b", help=f"{known} or a folder")
+    made.add_argument("--model", default=next(iter(MODELS)), help=f"{known} or a folder (default: %(default)s)")
     made.add_argument(
         "--error-tokens",
         type=at_least(0),

@@ -22,6 +22,7 @@ _FENCE = re.compile(r" *(?:```|~~~)")
 _ITEM = re.compile(r" *(?:[*+-]|\d+[.)]) +")
 # A table, a heading, or HTML: one line each, however long.
 _ONE_LINE = re.compile(r" *(?:\||#+ |<|\[[^]]+\]: )")
+_COMMAND_BEHIND = re.compile(r"\.(?:json|jsonl|svg|png) (?:penstock |python |make |~/)")
 # Code, a link, or a word: nothing that a line could be broken in.
 _UNBREAKABLE = re.compile(r"(?:`[^`]*`|\[[^]]*\]\([^)]*\)|\S)+")
 
@@ -58,6 +59,13 @@ def too_long(text: str) -> Iterator[str]:
             yield f"{number}: {line}"
 
 
+def run_together(text: str) -> Iterator[str]:
+    """Yield the lines in which a command follows another one's file: wrapped as prose, nobody can copy them."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if _COMMAND_BEHIND.search(line):
+            yield f"{number}: {line}"
+
+
 def foreign(text: str) -> list[str]:
     """Return the phrases of a page that are not plain English, also across lines and in tables."""
     return [found[0] for found in FOREIGN.finditer("\n".join(line for _, line in without_code(text)))]
@@ -71,6 +79,16 @@ def faults(pages: Iterable[str], of_text: Callable[[str], Iterable[str]]) -> dic
 
 def test_lines_of_prose_are_short() -> None:
     assert faults([page for page in PAGES if not page.startswith(GENERATED)], too_long) == {}
+
+
+def test_commands_are_on_lines_of_their_own() -> None:
+    assert faults(PAGES, run_together) == {}
+
+
+def test_a_command_behind_another_would_be_seen() -> None:
+    assert list(run_together("    penstock bench --json\n    load.json penstock bench --rates 1,2")) == [
+        "2:     load.json penstock bench --rates 1,2"
+    ]
 
 
 def test_pages_are_in_plain_english() -> None:
