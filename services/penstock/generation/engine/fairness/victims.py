@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Victims:
     """Chooser of victims among the running groups of one scheduler.
 
-    The first group of all is never preempted, so that some group always ends; but those that use idle capacity only all
-    give way to others.
+    The first group of all is never preempted, so that some group always ends. There is one exception: beside others a
+    group that uses idle capacity only gives way, even where it is the first.
     """
 
     def __init__(self, running: GroupQueue, waiting: FairQueue) -> None:
