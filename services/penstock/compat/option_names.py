@@ -11,7 +11,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_return_sequences": ("n",),
     "typical_p": ("typical",),
     "stop_strings": ("stop",),
-    # vLLM's, and the other of llama.cpp's two.
+    # The first is vLLM's. llama.cpp has two names: ours, and the second.
     "thinking_budget_tokens": ("thinking_token_budget", "reasoning_budget_tokens"),
     "include_stop_string_in_output": ("include_stop_str_in_output",),
 }

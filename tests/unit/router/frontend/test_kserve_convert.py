@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, get_type_hints
 
 import pytest
+from factories.source_tree import ROOT
 from penstock.common.errors import InvalidArgument, trailing_metadata
 from penstock.compat.kserve.infer_message import ALIASES, infer_request
 from penstock.compat.option_names import ALIASES as OPTION_ALIASES
@@ -130,3 +132,9 @@ def test_every_alias_of_the_table_is_the_option(name: str, alias: str) -> None:
     value = {"str | Sequence[str]": "x", "bool": True, "float": 0.5}.get(HINTS[name], 2)
     ours, theirs = infer_request(request({name: value})), infer_request(request({alias: value}))
     assert ours.request == theirs.request != infer_request(request()).request
+
+
+def test_the_page_names_every_other_name_of_an_option() -> None:
+    _, _, section = (ROOT / "docs" / "guide" / "kserve.md").read_text(encoding="utf-8").partition("\n## Options\n")
+    told = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
+    assert set(ALIASES) - told == set()
