@@ -20,7 +20,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 class RowKernels(Protocol):
-    """Operations on rows of scores for processors (`sampling.kernels.SamplingKernels`)."""
+    """Operations on rows of scores for processors (`sampling_kernels.SamplingKernels`)."""
 
     def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
         """Tell for each (seed, id) whether the seed's permutation of the vocabulary has the id among its first

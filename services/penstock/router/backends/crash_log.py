@@ -1,10 +1,15 @@
 """Crashes of backend processes, and the request that is to blame for them, if one is.
 
 A connection that ends makes an unconfirmed crash. It is confirmed when another process answers, or when none can be
-reached any more; a process that is still there clears everybody. A request is to blame when it ran on two crashed
-processes or more, and no other request ran on all of them. So that one more crash tells which request it is, the
-suspects come back one by one. Each is on probation beside nobody that is suspected as well and has not shown yet that
-it does no harm (probation_queue.py).
+reached any more; a process that is still there clears everybody. A request is to blame when three things hold:
+
+1. It ran on two crashed processes or more, and all of these crashes are confirmed.
+2. No other request ran on all of them, and it had not passed its probation when the last of them came. One that had
+   passed, and was not cleared by that, may have been there by chance: it shares the blame, and is on probation again.
+3. Since it came, no process crashed without it for an unknown reason. Where one did, it takes three crashes.
+
+So that one more crash tells which request it is, the suspects come back one by one. Each is on probation beside nobody
+that is suspected as well and has not shown yet that it does no harm (probation_queue.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Assisted generation: drafts from texts, from guesses or from a draft model. One forward pass verifies many of them.
 
 Drafts and draws are coupled. Every position is drawn from the model itself, by the request's own options and with the
-uniform of (seed, position), and a draft is accepted iff it equals the drawn token. So the ids are exactly those of the
-same request without assistance, greedy or sampled, for any drafts. For greedy search this is transformers' rule.
-For sampling transformers 5.23 uses speculative sampling (Leviathan et al. 2023), which has the same distribution but
+uniform of (seed, position), and a draft is accepted iff it equals the drawn token. So the ids are those of the same
+request without assistance, greedy or sampled, whatever the drafts. This is exact where a row's scores do not depend on
+the rows beside it: in float32, and in bfloat16 on the C++ kernels. For greedy search this is transformers' rule. For
+sampling transformers 5.23 uses speculative sampling (Leviathan et al. 2023), which has the same distribution but
 draws other ids.
 """
 
@@ -139,7 +140,7 @@ class _Drafting:
 
 
 class AssistedGeneration(ParallelSampling):
-    """Greedy search and sampling, n >= 1, with drafts after every draw but the prompt's."""
+    """Greedy search and sampling, n >= 1, with drafts after a draw, the prompt's included."""
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
         super().__init__(request, criteria, next_seq_id)
