@@ -62,7 +62,7 @@ def test_the_headroom_grows_with_the_wait() -> None:
 
 
 def test_a_crowd_that_is_accepted_in_one_moment_leaves_room_for_no_more_and_no_less_in_the_next() -> None:
-    """Those that come are judged alike before the engine has seen the crowd and after it."""
+    """Requests are judged alike before the engine has seen the crowd and after it."""
     made = meter(*[0.1] * 100)
     crowd = {"": 1500.0}
     coming = made.pace({}, 0.0, 0, is_idle=False)
