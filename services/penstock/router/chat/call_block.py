@@ -292,7 +292,7 @@ class CallBlock:
             yield from self.more()
 
     def call_object(self) -> Steps:
-        """Read a call in the form of an object with `name`, and `arguments` or `parameters`."""
+        """Read a call that is an object with `name`, and `arguments` or `parameters`."""
         yield from self.space()
         scanner, scan = _Balance(), 0
         while True:

@@ -14,7 +14,7 @@ from penstock.router.chat.gemma_arguments import GemmaArguments, GrammarParts
 from penstock.router.chat.kimi_k3_calls import XTML_ANSWER, XTML_CALLS, escaped
 from penstock.router.chat.parameter_schema import alternatives, is_text_schema
 
-# Placeholder in a form's text: the number of the call.
+# Placeholder in a format's text: the number of the call.
 _NUMBER = "\0"
 # Keywords of a text that a grammar holds it to.
 _TEXT_WORDS = ("pattern", "minLength", "maxLength", "format", "allOf", "not", "if")

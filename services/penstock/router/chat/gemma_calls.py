@@ -21,7 +21,7 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def gemma(block: CallBlock) -> Steps:
-    """Read one call. A template that got arguments as a text shows models the form call:name{{"key": …}}."""
+    """Read one call. A template that got arguments as a text shows models call:name{{"key": …}}."""
     yield from block.expect("call:")
     name, _ = yield from block.until("{")
     name = name.strip()

@@ -1,7 +1,6 @@
-"""Tool-call formats: examples in each form that is published of them, with names of this test, give the same calls in
-any split.
+"""Tool-call formats: examples in each published spelling, with names of this test, give the same calls in any split.
 
-The forms are those of model cards, of openai/harmony's docs/format.md, and of the parsers' tests of vLLM
+The spellings are those of model cards, of openai/harmony's docs/format.md, and of the parsers' tests of vLLM
 (tests/tool_parsers) and SGLang (test/registered/function_call), as of November 2026.
 """
 
