@@ -1,4 +1,4 @@
-"""Passes of a step with drafts, and of the step after one, through modules whose layers keep a state.
+"""Passes of a step with drafts, and of the step after one, through modules with layers that keep a state.
 
 A state cannot go back. So the rows of drafts go through the modules from a copy, and the result is thrown away. Either
 the next step goes again through the rows that were accepted, together with its own (one pass a step), or the state
