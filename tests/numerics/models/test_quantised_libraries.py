@@ -172,11 +172,8 @@ def test_compressed_tensors(tmp_path: Path, name: str) -> None:
         state = {"weight": value, "weight_scale": scale, "weight_zero_point": zero, **whole}
         packed = compressor.compress(dict(state), scheme)
         stored |= {f"{module}.{key}": one.contiguous().clone() for key, one in packed.items()}
-        if whole:
-            weights[tensor] = _nvfp4_numbers(packed, args)
-        else:
-            weights[tensor] = compressor.decompress(dict(packed), scheme)["weight"]
-    weights = {tensor: value.float() for tensor, value in weights.items()}
+        means = _nvfp4_numbers(packed, args) if whole else compressor.decompress(dict(packed), scheme)["weight"]
+        weights[tensor] = means.float()
     assert quantize is not None
     folder = tmp_path / "quantised"
     folder.mkdir()
