@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.fake_engine import Answer, engine_config, request, run
 from factories.engine.model_engine import model_engine
 from penstock.generation.core.request import Request
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.models.language_model import LanguageModel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 160
+# Beams of the checks, and tokens of their answers.
+_BEAMS, _FEW = 3, 16
 LAYERS = 4
 _MOST_PARAMETERS = 40_000_000
 # Shorter than the prompts of the tests.
@@ -133,6 +136,9 @@ _GLOBAL = {"global_head_dim": 32, "num_global_key_value_heads": 1}
 # Some modules hold time steps to a least in prompts, not in steps: what is computed again would differ. The floor keeps
 # the random time steps as long as they would be.
 _STEPS = {"time_step_min": 1e-9, "time_step_floor": 0.01}
+_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}
+_BYTES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+_BYTES |= {"num_attention_heads": 4}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": _GLOBAL,
     "gemma4_unified_text": _GLOBAL,
@@ -180,7 +186,41 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         **_STEPS,
     },
     "zaya": {"num_experts_per_tok": 1},
+    "cohere_compass_text": {**_SLIDING, "rope_parameters": _ROPES, "logit_scale": 1.0},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 12,
+    },
+    "inkling2_text": {"unpadded_vocab_size": VOCAB_SIZE},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB_SIZE},
+    "blt": {
+        "patcher_config": _BYTES,
+        "encoder_config": {**_BYTES, "hidden_size_global": 128},
+        "decoder_config": {**_BYTES, "hidden_size_global": 128},
+        "global_config": {**_BYTES, "hidden_size": 128},
+        "encoder_hash_byte_group_vocab": 64,
+    },
 }
+# Fields of a text part that follow from the whole.
+_OF_WHOLE: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_assistant": {
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": LAYERS,
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+    },
+}
+# Native types that transformers knows by another name.
+_SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+# Wide models of weights as wide as those of narrow ones are too sensitive: a rounding becomes another number on the way
+# through layers that run many times.
+_SENSITIVE = ("hrm_text",)
 # Fields that must fit the hidden size.
 _FITTING: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     "bamba": lambda hidden: {"mamba_d_head": hidden // 4},
@@ -190,6 +230,7 @@ _FITTING: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
         "ffn_config": {"hidden_size": hidden, "ffn_hidden_size": hidden // 2, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "mamba2": lambda hidden: {"head_dim": hidden // 4},
+    "helium": lambda hidden: {"head_dim": hidden // 4},
     "xlnet": lambda hidden: {"d_head": hidden // 4},
     "zamba2": lambda hidden: {
         "mamba_headdim": hidden // 4,
@@ -240,6 +281,7 @@ OLD = (
 
 
 def _factory(model_type: str) -> Any:
+    model_type = _SAME_AS.get(model_type, model_type)
     return AutoModelForCausalLM if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
 
 
@@ -250,21 +292,19 @@ def model_types() -> tuple[str, ...]:
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a small configuration of a type; `changes` are fields of its text part."""
+    model_type = _SAME_AS.get(model_type, model_type)
     kind = CONFIG_MAPPING[model_type]
     standard = kind()
     parts: dict[str, Any] = {}
     if (audio := getattr(standard, "audio_config", None)) is not None:
-        known = audio.to_dict()
-        parts["audio_config"] = type(audio)(**{one: size for one, size in _AUDIO.items() if one in known})
+        parts["audio_config"] = type(audio)(**_small_part(audio, _AUDIO))
     if (vision := getattr(standard, "vision_config", None)) is not None:
-        known = vision.to_dict()
-        parts["vision_config"] = type(vision)(**{one: size for one, size in _VISION.items() if one in known})
-    names = ("text_config", "decoder", "generator")
-    name = next((name for name in names if getattr(standard, name, None) is not None), None)
+        parts["vision_config"] = type(vision)(**_small_part(vision, _VISION))
+    name = _text_of(standard)
     if name is None:
         return kind(**_fields(standard, model_type, changes), **parts)
     text = getattr(standard, name)
-    parts[name] = type(text)(**_fields(text, text.model_type, changes))
+    parts[name] = type(text)(**_fields(text, text.model_type, {**_OF_WHOLE.get(model_type, {}), **changes}))
     # Ids of images and sounds are beyond the small vocabulary.
     ids = {
         one: VOCAB_SIZE - 1
@@ -272,6 +312,48 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         if one.endswith("token_id") and value is not None
     }
     return kind(**parts, **ids)
+
+
+def odd_sizes(source: random.Random, model_type: str) -> dict[str, Any]:
+    """Return widths of a type that no other width follows from, by the fields that its text part has."""
+    heads, width = source.choice((2, 3, 5, 6)), 2 * source.randint(4, 14)
+    inner, hidden = 4 * source.randint(7, 40), heads * width
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": source.choice([count for count in range(1, heads + 1) if heads % count == 0]),
+        "head_dim": width,
+        "sliding_window": source.randint(3, 30),
+        "tie_word_embeddings": source.random() < 0.5,
+        "moe_intermediate_size": 4 * source.randint(5, 20),
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": inner,
+        "decoder_ffn_dim": inner,
+        "ffn_dim": inner,
+        "word_embed_proj_dim": source.choice((hidden, 2 * source.randint(8, 30))),
+    }
+    standard: Any = CONFIG_MAPPING[_SAME_AS.get(model_type, model_type)]()
+    name = _text_of(standard)
+    text = standard if name is None else getattr(standard, name)
+    if model_type == "stablelm":
+        # A quarter of a head's width is rotated, in pairs.
+        sizes["hidden_size"] = 8 * heads * source.randint(1, 4)
+    return {one: size for one, size in sizes.items() if one in text.to_dict() or one in text.attribute_map}
+
+
+def _text_of(standard: Any) -> str | None:
+    """Return the name of a configuration's text part; None: it is all text."""
+    names = ("text_config", "decoder", "generator")
+    return next((name for name in names if getattr(standard, name, None) is not None), None)
+
+
+def _small_part(standard: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an encoder's configuration that `standard` has. Its layers are alike."""
+    known, aliases = standard.to_dict(), standard.attribute_map
+    fields = {one: size for one, size in sizes.items() if one in known or one in aliases}
+    return fields | ({"per_layer_config": {}} if "per_layer_config" in known else {})
 
 
 def _fields(standard: Any, model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,6 +391,7 @@ def tiny_model_type(
 ) -> Path:
     """Write a random model of a type to `folder` and return it. Weights are wide: ids vary, and are no ties."""
     config = tiny_config(model_type, **changes)
+    spread = 0.2 * (64 / config.hidden_size) ** 0.5 if model_type in _SENSITIVE else 0.2
     with torch.device("meta"):
         empty = _factory(model_type).from_config(config, attn_implementation="eager")
     if (count := sum(parameter.numel() for parameter in empty.parameters())) > _MOST_PARAMETERS:
@@ -319,52 +402,82 @@ def tiny_model_type(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.2)
+                    parameter.normal_(0.0, spread)
                 elif "norm" in name and name.endswith("weight"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
     model.to(dtype).save_pretrained(folder)
+    if model_type in _SAME_AS:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": model_type}), encoding="utf-8")
     return folder
 
 
 def reference_of(folder: Path) -> PreTrainedModel:
     """Load a checkpoint in transformers, in float32, as `generate` would run it."""
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    model: PreTrainedModel = _factory(model_type).from_pretrained(folder, dtype=torch.float32).eval()
+    values = json.loads((folder / "config.json").read_text())
+    model_type, options = values["model_type"], {}
+    if model_type in _SAME_AS:
+        known = _SAME_AS[model_type]
+        options["config"] = CONFIG_MAPPING[known].from_dict({**values, "model_type": known})
+    model: PreTrainedModel = _factory(model_type).from_pretrained(folder, dtype=torch.float32, **options).eval()
     # It would go before the settings of a call.
     model.generation_config = GenerationConfig()
     return model
 
 
 def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
-    """Check that ids equal generate()'s: alone, beside others in chunks, after preemption, and over cached prefixes."""
+    """Check that ids equal generate()'s: alone, beside others in chunks, after preemption, over cached prefixes, and by
+    beams. Sequences that are drawn from one prompt are the same alone and beside others."""
     source = random.Random(5)
     long = [source.randrange(3, VOCAB_SIZE) for _ in range(41)]
     short = [[source.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 17)]
     prompts = [long, *short, long[:24], [*long[:30], 7, 9]]
     reference = reference_of(folder)
-    # Its modules keep the states of the prompt before.
+    # Its modules keep the states of the prompt before, and do not sort them by beams.
     keeps_states = reference.config.model_type == "recurrent_gemma"
-    wanted = [greedy_ids(reference_of(folder) if keeps_states else reference, one, new_tokens) for one in prompts]
+    wanted: dict[str, list[list[int]]] = {
+        str(place): [greedy_ids(reference_of(folder) if keeps_states else reference, one, new_tokens)]
+        for place, one in enumerate(prompts)
+    }
 
-    def requests() -> list[Request]:
+    def greedy() -> list[Request]:
         return [
             request(prompt, max_new_tokens=new_tokens, request_id=str(place)) for place, prompt in enumerate(prompts)
         ]
 
-    alone = run(model_engine(model), requests()[0])["0"].ids
-    assert alone == {0: wanted[0]}, f"alone {alone}, by generate() {wanted[0]}"
+    few = min(new_tokens, _FEW)
+
+    def several() -> list[Request]:
+        common: dict[str, Any] = {"max_new_tokens": few, "num_return_sequences": _BEAMS}
+        return [
+            request(short[1], request_id="beams", mode=BeamOptions(_BEAMS), **common),
+            request(short[1][:9], request_id="drawn", do_sample=True, seed=7, **common),
+        ]
+
+    alone = run(model_engine(model), greedy()[0])["0"].ids
+    assert alone == {0: wanted["0"][0]}, f"alone {alone}, by generate() {wanted['0'][0]}"
+    wanted |= {one.request_id: _answers(run(model_engine(model), one)[one.request_id]) for one in several()}
+    if not keeps_states:
+        by_beams = _beam_ids(reference, short[1], few)
+        assert wanted["beams"] == by_beams, f"beams {wanted['beams']}, by generate() {by_beams}"
     # Room for about half of the sequences at full length.
     blocks = sum(len(prompt) + new_tokens for prompt in prompts) // 7
-    engine = model_engine(model, engine_config(num_blocks=blocks, max_batch_tokens=20, max_running_sequences=5))
+    engine = model_engine(model, engine_config(num_blocks=blocks, max_batch_tokens=20, max_running_sequences=8))
     for _ in range(2):
-        found = run(engine, *requests())
-        ids = [found[str(place)].ids[0] for place in range(len(prompts))]
-        assert ids == wanted, f"together {ids}, by generate() {wanted}"
+        found = run(engine, *greedy(), *several())
+        for name, ids in wanted.items():
+            assert _answers(found[name]) == ids, f"{name} together {_answers(found[name])}, by generate() {ids}"
     # Where layers let go what left their window there is room for all (tests/numerics/engine preempts them).
     assert engine.stats.preemptions > 0 or any(group.span for group in engine.config.block_groups)
     assert engine.stats.prefix_hit_tokens > 0
+
+
+def _answers(answer: Answer) -> list[list[int]]:
+    """Return the ids of a request's sequences, in its order."""
+    assert answer.finished is not None
+    return [answer.ids[one.index] for one in answer.finished.sequences]
 
 
 def greedy_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
@@ -377,6 +490,22 @@ def greedy_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[in
             generation_config=settings,
         )
     return ids[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def _beam_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[list[int]]:
+    """Return transformers' own ids of all beams after one prompt, past any end."""
+    settings = GenerationConfig(
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=_BEAMS,
+        num_return_sequences=_BEAMS,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return found[:, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def tiny_of(folder: Path, config: Mapping[str, Any], *, vocab_size: int, seed: int = 0) -> Path:

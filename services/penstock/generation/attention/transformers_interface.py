@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.attention.base import AttentionLayer
-from penstock.generation.attention.chosen_rows import context_slots, over_slots, split_sparse
+from penstock.generation.attention.chosen_rows import over_slots, split_sparse
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
@@ -187,15 +187,6 @@ class PagedStep:
             kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
             out_THD = _attend(q_THD, layer, call, metadata, kv, scale, softcap, sinks_H)
         return out_THD.view(query.shape[0], -1, *out_THD.shape[1:])
-
-    def sparse_sequences(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the first row, the end of the rows and the slots (C) of the context of each sequence with more than
-        `most` positions."""
-        first = 0
-        for index, (count, length) in enumerate(zip(self.metadata.query_lens, self.metadata.kv_lens, strict=True)):
-            if length > most:
-                yield first, first + count, context_slots(self.metadata, index, self.kv.block_size)
-            first += count
 
     def _attend_chosen(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer, chosen_1TK: Tensor

@@ -55,9 +55,11 @@ class ExpertModule(nn.Module):
         self.handle: torch.ScriptObject | None = getattr(self._multiply, "owner", None)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return (T, hidden): the weighted sum of each row's experts (T, experts of a row)."""
-        out = self._multiply(hidden_states, top_k_index.long().contiguous(), top_k_weights.float().contiguous())
-        return out.to(hidden_states.dtype)
+        """Return the weighted sum of each row's experts (T, experts of a row), in the shape of the rows: (T, hidden) or
+        (B, T / B, hidden)."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out = self._multiply(rows, top_k_index.long().contiguous(), top_k_weights.float().contiguous())
+        return out.to(hidden_states.dtype).view(hidden_states.shape)
 
 
 def has_known_experts(module: nn.Module, dtype: torch.dtype) -> bool:

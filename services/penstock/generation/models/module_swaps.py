@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
 from penstock.generation.layers.linear.base import Linear, NotFinite
+from penstock.generation.models.expert_forms import in_place_of, usual_form
 from penstock.generation.models.expert_module import ExpertModule, activation_of, has_known_experts
 
 if TYPE_CHECKING:
@@ -86,17 +87,18 @@ class ModuleSwaps:
         """Replace the experts of each layer where their products become one call, or where the method `is_quantised`.
         Elsewhere transformers' own functions are as fast. Raises StartupError as `linears` does."""
         for parent, name, child in self._modules():
-            if has_known_experts(child, self._dtype) and (
-                is_quantised or (method.groups_experts and activation_of(child, kernels) is not None)
+            known = usual_form(child)
+            if has_known_experts(known, self._dtype) and (
+                is_quantised or (method.groups_experts and activation_of(known, kernels) is not None)
             ):
-                count = sum(parameter.numel() for parameter in child.parameters())
+                count = sum(parameter.numel() for parameter in known.parameters())
                 try:
-                    experts = ExpertModule(child, method, kernels)
+                    experts = ExpertModule(known, method, kernels)
                 except NotFinite as error:
                     raise StartupError(f"MODEL: {name}: {error}", flag="MODEL") from error
                 self.num_bytes += experts.num_bytes
                 self.num_swapped += count
-                setattr(parent, name, experts)
+                setattr(parent, name, in_place_of(child, experts))
 
     def norms(self, kernels: LayerKernels) -> None:
         """Replace each RMSNorm with the results of `kernels` for random numbers, by its weight or by the weight + 1."""

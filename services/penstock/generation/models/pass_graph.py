@@ -33,6 +33,9 @@ _MOST_GRAPHS = 4
 _READS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr"))
 
 
+Tensors = tuple[Tensor, ...]
+
+
 class Unreadable(Sequence[int]):
     """Stand-in for numbers of a step on the host, which a graph would keep."""
 
@@ -51,7 +54,7 @@ class PassGraph:
     def __init__(self, objects: Sequence[torch.ScriptObject] = ()) -> None:
         """`objects`: those of C++ that the computation calls."""
         self._objects = tuple(objects)
-        self._graph: Callable[..., Tensor] | None = None
+        self._graph: Callable[..., Tensors] | None = None
         # What beside the inputs a graph depends on.
         self._key: Hashable = None
         # Rows of the pass that was recorded, and its operators; None: a pass with another number of rows has the same.
@@ -65,13 +68,15 @@ class PassGraph:
     def __call__(
         self,
         key: Hashable,
-        inputs: tuple[Tensor, ...],
-        by_modules: Callable[[], Tensor],
-        compute: Callable[..., Tensor],
-    ) -> Tensor:
-        """Return the result for `inputs`, with the rows in the first dimension of the first one.
+        inputs: Tensors,
+        by_modules: Callable[[], Tensors],
+        compute: Callable[..., Tensors],
+        changed: Tensors = (),
+    ) -> Tensors:
+        """Return the results for `inputs`, with the rows in the first dimension of the first one.
 
-        `by_modules` gives it, and `compute(*inputs)` gives it from nothing else. `key`: see above.
+        `by_modules` gives them, and `compute(*inputs, *changed)` gives them from nothing else. `key`: see above.
+        `changed`: inputs that the computation changes in place, as states of sequences. It must run once on them.
         """
         rows = inputs[0].shape[0]
         if not 0 < rows <= _MOST_ROWS:
@@ -80,41 +85,42 @@ class PassGraph:
             if self._graphs_left:
                 self._passes_left -= 1
                 if self._passes_left <= 0:
-                    self._make(key, inputs, compute)
+                    self._make(key, inputs, compute, changed)
             # After the graph is made: what the modules write stays.
             return by_modules()
         if rows in self._checked:
-            return _run(self._graph, inputs)
-        return self._checked_result(self._graph, rows, inputs, by_modules, compute)
+            return _run(self._graph, (*inputs, *changed))
+        return self._checked_result(self._graph, rows, inputs, by_modules, compute, changed)
 
-    def _make(self, key: Hashable, inputs: tuple[Tensor, ...], compute: Callable[..., Tensor]) -> None:
+    def _make(self, key: Hashable, inputs: Tensors, compute: Callable[..., Tensors], changed: Tensors) -> None:
         self._graphs_left -= 1
         self._passes_left, self._key, self._checked = _AFTER, key, set()
         try:
             with _NoReads(), _FixedSizes():  # type: ignore[no-untyped-call]  # torch types neither
-                compute(*inputs)
-            self._graph, operators = _traced(compute, inputs, self._objects)
+                compute(*inputs, *_copies(changed))
+            self._graph, operators = _traced(compute, (*inputs, *_copies(changed)), self._objects)
             self._recorded = inputs[0].shape[0], operators
         except Exception as error:  # whatever modules raise where they find another kind of tensor
             self._give_up(error)
 
     def _checked_result(
         self,
-        graph: Callable[..., Tensor],
+        graph: Callable[..., Tensors],
         rows: int,
-        inputs: tuple[Tensor, ...],
-        by_modules: Callable[[], Tensor],
-        compute: Callable[..., Tensor],
-    ) -> Tensor:
+        inputs: Tensors,
+        by_modules: Callable[[], Tensors],
+        compute: Callable[..., Tensors],
+        changed: Tensors,
+    ) -> Tensors:
         try:
             if self._recorded is not None and rows not in (1, self._recorded[0]):
-                graph = self._compared(self._recorded, graph, rows, inputs, compute)
-            found = _run(graph, inputs)
+                graph = self._compared(self._recorded, graph, rows, (*inputs, *_copies(changed)), compute)
+            found = _run(graph, (*inputs, *_copies(changed)))
         except Exception as error:  # of the modules, and of a torch without one of these functions
             self._give_up(error)
             return by_modules()
         result = by_modules()
-        if _same_bits(found, result):
+        if all(_same_bits(*pair) for pair in zip(found, result, strict=True)):
             self._checked.add(rows)
         else:
             self._give_up(_NotFixed(f"other bits with {rows} rows"))
@@ -123,11 +129,11 @@ class PassGraph:
     def _compared(
         self,
         recorded: tuple[int, str],
-        graph: Callable[..., Tensor],
+        graph: Callable[..., Tensors],
         rows: int,
-        inputs: tuple[Tensor, ...],
-        compute: Callable[..., Tensor],
-    ) -> Callable[..., Tensor]:
+        inputs: Tensors,
+        compute: Callable[..., Tensors],
+    ) -> Callable[..., Tensors]:
         """Return the graph to go on with. Raises _NotFixed where other rows have other operators."""
         other, operators = _traced(compute, inputs, self._objects)
         if operators == recorded[1]:
@@ -146,8 +152,8 @@ class PassGraph:
 
 
 def _traced(
-    compute: Callable[..., Tensor], inputs: tuple[Tensor, ...], objects: Sequence[torch.ScriptObject]
-) -> tuple[Callable[..., Tensor], str]:
+    compute: Callable[..., Tensors], inputs: Tensors, objects: Sequence[torch.ScriptObject]
+) -> tuple[Callable[..., Tensors], str]:
     """Return a function of the operators of `compute(*inputs)`, and their text without sizes of tensors. Weights are
     freed with the function: `torch.jit.trace` keeps every one for good."""
     unit: Any = torch._C.CompilationUnit()
@@ -165,10 +171,14 @@ def _traced(
     return partial(unit.create_function("run", graph), module), text
 
 
-def _run(graph: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+def _run(graph: Callable[..., Tensors], inputs: Tensors) -> Tensors:
     # The optimiser would make a graph for each shape, and might take equal constants for one.
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         return graph(*inputs)
+
+
+def _copies(tensors: Tensors) -> Tensors:
+    return tuple(one.clone() for one in tensors)
 
 
 class _NotFixed(Exception):

@@ -178,17 +178,13 @@ class TransformersModel:
         self, input_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
     ) -> Tensor:
         """Return hidden states (T, hidden) by the graph of a pass, where there is one."""
-        tables = (metadata.block_tables, metadata.slot_mapping)
-        if metadata.view_tables is not None and metadata.view_slots is not None:
-            tables = (metadata.view_tables, metadata.view_slots)
-        memory = kv.layer_tensors
-        inputs = (input_ids_T, positions_T, metadata.query_start, metadata.context_lens, *tables, *memory)
-        return self._pass_graph(
+        (hidden,) = self._pass_graph(
             (kv.geometry, metadata.view_tables is None),
-            inputs,
-            lambda: self._by_modules(input_ids_T, positions_T, metadata, kv),
-            lambda *tensors: self._pass_over(kv, *tensors),
+            (input_ids_T, positions_T, *step_tensors(metadata), *kv.layer_tensors),
+            lambda: (self._by_modules(input_ids_T, positions_T, metadata, kv),),
+            lambda *tensors: (self._pass_over(kv, *tensors),),
         )
+        return hidden
 
     def _pass_over(
         self,
@@ -202,18 +198,7 @@ class TransformersModel:
         *memory: Tensor,
     ) -> Tensor:
         """Return hidden states (T, hidden) of a pass that is to be recorded; nothing on the host tells of its rows."""
-        has_views = slots.dim() > 1
-        metadata = AttentionMetadata(
-            query_start,
-            context_lens,
-            tables[0] if has_views else tables,
-            slots[0] if has_views else slots,
-            cast("list[int]", Unreadable()),
-            cast("list[int]", Unreadable()),
-            0,
-            view_tables=tables if has_views else None,
-            view_slots=slots if has_views else None,
-        )
+        metadata = recorded_metadata(query_start, context_lens, tables, slots)
         return self._by_modules(input_ids_T, positions_T, metadata, kv.over(memory))
 
     def _by_modules(
@@ -280,7 +265,10 @@ class TransformersModel:
         """The model's own head computes them, with its soft cap, scale and multipliers."""
         if self.device.type != "cpu":
             return self._head(hidden_NI)
-        return self._head_graph(None, (hidden_NI,), lambda: self._head(hidden_NI), self._head)
+        (logits,) = self._head_graph(
+            None, (hidden_NI,), lambda: (self._head(hidden_NI),), lambda hidden: (self._head(hidden),)
+        )
+        return logits
 
     @torch.inference_mode()
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
@@ -290,6 +278,30 @@ class TransformersModel:
     def given_embeds(self, embeds_PI: Tensor) -> Tensor:
         """A decoder that multiplies embeddings does so itself."""
         return embeds_PI
+
+
+def step_tensors(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of a step that a recorded pass reads: for `recorded_metadata`."""
+    lengths = (metadata.query_start, metadata.context_lens)
+    if metadata.view_tables is not None and metadata.view_slots is not None:
+        return (*lengths, metadata.view_tables, metadata.view_slots)
+    return (*lengths, metadata.block_tables, metadata.slot_mapping)
+
+
+def recorded_metadata(query_start: Tensor, context_lens: Tensor, tables: Tensor, slots: Tensor) -> AttentionMetadata:
+    """Return the metadata of a pass that is to be recorded: nothing on the host tells of its rows."""
+    has_views = slots.dim() > 1
+    return AttentionMetadata(
+        query_start,
+        context_lens,
+        tables[0] if has_views else tables,
+        slots[0] if has_views else slots,
+        cast("list[int]", Unreadable()),
+        cast("list[int]", Unreadable()),
+        0,
+        view_tables=tables if has_views else None,
+        view_slots=slots if has_views else None,
+    )
 
 
 def _warn_of_no_padding(causal: nn.Module) -> None:

@@ -20,7 +20,9 @@ from penstock.generation.attention.state_pool import state_bytes
 from penstock.generation.attention.transformers_interface import SeesLaterRows, UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
+from penstock.generation.models.expert_forms import mix_without_sorting
 from penstock.generation.models.indexed_modules import PagedIndexers
+from penstock.generation.models.module_scans import shorten_scans
 from penstock.generation.models.module_states import move_states
 from penstock.generation.models.module_swaps import ModuleSwaps
 from penstock.generation.models.own_attention import take_over
@@ -156,6 +158,9 @@ def load_transformers_model(
     recording = _recorded(causal, config)
     # With rounded weights an indexer would choose other positions.
     kept = recording.read_linears.union(*(module.modules() for module in indexers.modules))
+    if device.torch_device.type == "cpu":
+        shorten_scans(causal)
+        mix_without_sorting(causal)
     num_bytes = _swap_modules(causal, kept, method, device.layer_kernels(compute), compute, quantization)
     config = replace(
         _with_geometry(config, recording),

@@ -9,7 +9,7 @@ drafts have parts of their own (state_passes.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from inspect import signature
@@ -23,7 +23,7 @@ from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.state_pool import HeldStates, StatePool, StateTensor
 from penstock.generation.attention.transformers_interface import PagedStep, UnsupportedAttention, paged
 from penstock.generation.models.state_passes import RowRange, rounds, rows_of_step
-from penstock.generation.models.transformers_fallback import TransformersModel
+from penstock.generation.models.transformers_fallback import TransformersModel, recorded_metadata, step_tensors
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention
@@ -209,11 +209,43 @@ class StatefulModel(TransformersModel):
             states = self._copied(pool, slots, drafts)
         else:
             states = HeldStates(slots, []) if is_new else pool.read(slots)
-        carrier: Any = states.carrier
-        if carrier is None:
-            carrier = empty_cache(self.causal)
-            if not is_new:
-                _fill(carrier, self._states, states.tensors)
+        decodes = not is_new and metadata.num_rows == count
+        # A graph leaves none.
+        carrier: Any = None
+
+        def by_modules() -> tuple[Tensor, ...]:
+            nonlocal carrier
+            carrier = self._carrier(states.tensors) if states.carrier is None else states.carrier
+            hidden = self._by_states(input_ids_T, positions_T, embeds_TI, metadata, kv, attention, count, carrier)
+            return hidden, *self._left_in(carrier)
+
+        if drafts is not None:
+            hidden, *tensors = by_modules()
+            if not self._goes_again:
+                for place, slot in enumerate(slots):
+                    pool.keep_later(slot, drafts.number, tuple(tensor[place].clone() for tensor in tensors))
+            return hidden
+        if decodes and embeds_TI is None and attention is self.attention and self._is_fixed and kv.is_plain:
+            hidden, *tensors = self._decode_by_graph(input_ids_T, positions_T, metadata, kv, states.tensors, by_modules)
+        else:
+            hidden, *tensors = by_modules()
+        # A module may have put a new tensor in its place.
+        pool.write(HeldStates(slots, tensors, carrier), metadata.kv_lens, holds=decodes)
+        return hidden
+
+    def _by_states(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        embeds_TI: Tensor | None,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        attention: Attention,
+        count: int,
+        carrier: Any,
+    ) -> Tensor:
+        """Return hidden states (rows, hidden) of `count` sequences by one call of the decoder, which goes on from the
+        states of `carrier` and leaves new ones there."""
         inputs: dict[str, Any] = {
             "position_ids": positions_T.reshape(count, -1),
             self._cache_argument: carrier,
@@ -229,15 +261,6 @@ class StatefulModel(TransformersModel):
             hidden: Tensor = self._decoder(**inputs).last_hidden_state
         if step.num_calls != len(self.calls):
             raise UnsupportedAttention(f"it attends {step.num_calls} times instead of {len(self.calls)}")
-        tensors = [getattr(carrier.layers[one.layer], one.name)[one.number] for one in self._states]
-        if drafts is not None:
-            if not self._goes_again:
-                for place, slot in enumerate(slots):
-                    pool.keep_later(slot, drafts.number, tuple(tensor[place].clone() for tensor in tensors))
-            return hidden.flatten(0, 1)
-        decodes = not is_new and metadata.num_rows == count
-        # A module may have put a new tensor in its place.
-        pool.write(HeldStates(slots, tensors, carrier), metadata.kv_lens, holds=decodes)
         return hidden.flatten(0, 1)
 
     def _copied(self, pool: StatePool, slots: tuple[int, ...], drafts: RowRange) -> HeldStates:
@@ -246,6 +269,51 @@ class StatefulModel(TransformersModel):
             each = [pool.later(slot, drafts.number - 1) for slot in slots]
             return HeldStates(slots, [torch.stack(alike) for alike in zip(*each, strict=True)])
         return HeldStates(slots, [tensor.clone() for tensor in pool.read(slots).tensors])
+
+    def _carrier(self, tensors: Sequence[Tensor]) -> Any:
+        """Return a cache with the states of some sequences; without tensors they begin."""
+        carrier = empty_cache(self.causal)
+        if tensors:
+            _fill(carrier, self._states, tensors)
+        return carrier
+
+    def _left_in(self, carrier: Any) -> tuple[Tensor, ...]:
+        return tuple(getattr(carrier.layers[one.layer], one.name)[one.number] for one in self._states)
+
+    def _decode_by_graph(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        states: Sequence[Tensor],
+        by_modules: Callable[[], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Return hidden states and new states of one token of each sequence, by the graph of a pass where there is
+        one."""
+        memory = kv.layer_tensors
+
+        def compute(
+            ids_T: Tensor,
+            positions_T: Tensor,
+            query_start: Tensor,
+            context_lens: Tensor,
+            tables: Tensor,
+            slots: Tensor,
+            *tensors: Tensor,
+        ) -> tuple[Tensor, ...]:
+            step = recorded_metadata(query_start, context_lens, tables, slots)
+            pool, carrier = kv.over(tensors[: len(memory)]), self._carrier(tensors[len(memory) :])
+            hidden = self._by_states(ids_T, positions_T, None, step, pool, self.attention, ids_T.shape[0], carrier)
+            return hidden, *self._left_in(carrier)
+
+        return self._pass_graph(
+            (kv.geometry, metadata.view_tables is None),
+            (input_ids_T, positions_T, *step_tensors(metadata), *memory),
+            by_modules,
+            compute,
+            tuple(states),
+        )
 
 
 def empty_cache(causal: Any) -> Any:

@@ -27,7 +27,8 @@ class Passes:
             return self._compute(*tensors)
 
         with torch.inference_mode():
-            return self.graph(self.key, inputs, lambda: counted(*inputs), counted)
+            (result,) = self.graph(self.key, inputs, lambda: (counted(*inputs),), lambda *tensors: (counted(*tensors),))
+            return result
 
     def repeats(self, *inputs: Tensor) -> bool:
         """True when a pass runs without Python, after enough of them."""
@@ -172,3 +173,25 @@ def test_weights_are_freed_with_the_graph() -> None:
     del passes
     gc.collect()
     assert known() is None
+
+
+def test_inputs_that_change_in_place_change_once_a_pass() -> None:
+    graph, state = PassGraph(), torch.zeros(2, 3)
+    calls = 0
+
+    def compute(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        state.mul_(2.0).add_(x)
+        # As a module that puts a new tensor in the place of its state.
+        return state.sum(1), state + 0.0
+
+    wanted = torch.zeros(2, 3)
+    with torch.inference_mode():
+        for number in range(20):
+            x = torch.full((2, 3), float(number % 3))
+            found, state = graph("", (x,), lambda x=x, state=state: compute(x, state), compute, (state,))
+            wanted = wanted * 2.0 + x
+            assert torch.equal(state, wanted)
+            assert torch.equal(found, wanted.sum(1))
+    assert calls < 15

@@ -12,9 +12,8 @@ from factories.models.checkpoints import tiny_checkpoint
 from factories.models.model_types import CHUNK, LAYERS, WINDOW, check_ids, tiny_model_type
 from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.common.errors import StartupError
-from penstock.generation.attention.transformers_interface import PagedStep
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
-from penstock.generation.models import self_check, transformers_fallback
+from penstock.generation.models import indexed_modules, self_check, transformers_fallback
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.models.transformers_fallback import TransformersModel
@@ -191,7 +190,7 @@ def test_the_self_check_looks_at_the_positions_that_an_indexer_chooses(
     assert model.config.index is not None
     assert (model.config.index.most, model.config.index.num_layers) == (64, model.config.num_layers)
     assert "indexer" in model.unsupported["output.output_attentions"]
-    monkeypatch.setattr(PagedStep, "sparse_sequences", lambda *_: iter(()))
+    monkeypatch.setattr(indexed_modules, "_plan", lambda *_: [])
     with pytest.raises(StartupError, match="self-check of model_type 'axk2' failed: layer 0 differs"):
         load(folder)
 
