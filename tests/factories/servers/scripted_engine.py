@@ -22,11 +22,12 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.engines import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from penstock.engines.vllm_engine_pb2 import GenerateResponse
 
-Script = Callable[[vllm_engine_pb2.GenerateRequest], Sequence[int]]
+# Of a request of either protocol.
+Script = Callable[[Any], Sequence[int]]
 # Ends of the embedded model.
 EOS, OTHER_EOS = 4089, 4087
 # (message, number of the message in its stream) -> the messages sent in its place.
-Tell = Callable[[GenerateResponse, int], Iterable[GenerateResponse]]
+Tell = Callable[[Any, int], Iterable[Any]]
 
 
 def tokenizer_zip(folder: Path | None = None) -> bytes:
@@ -40,14 +41,20 @@ def tokenizer_zip(folder: Path | None = None) -> bytes:
     return made.getvalue()
 
 
+def prompt_of(request: Any) -> list[int]:
+    """Ids of a request of either protocol."""
+    is_smg = isinstance(request, vllm_engine_pb2.GenerateRequest)
+    return list(request.tokenized.input_ids if is_smg else request.token_ids.ids)
+
+
 def from_position(tokens: int, first: int = 300, *, end: int | None = EOS) -> Script:
     """Make ids that depend on their position in the answer alone, and an end: what goes on after a loss fits.
 
     What an earlier attempt sent is at the prompt's end.
     """
 
-    def script(request: vllm_engine_pb2.GenerateRequest) -> Sequence[int]:
-        prompt = list(request.tokenized.input_ids)
+    def script(request: Any) -> Sequence[int]:
+        prompt = prompt_of(request)
         whole = [first + position for position in range(tokens)]
         resumed = next((size for size in range(min(tokens, len(prompt)), 0, -1) if prompt[-size:] == whole[:size]), 0)
         return [*whole[resumed:], *(() if end is None else (end,))]
@@ -85,7 +92,7 @@ class ScriptedEngine:
     fingerprint: str = field(default_factory=lambda: tokenizer_fingerprint(demo_folder()))
     port: int = 0
 
-    requests: list[vllm_engine_pb2.GenerateRequest] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     health_checks: int = 0
@@ -108,11 +115,15 @@ class ScriptedEngine:
     async def start(self) -> ScriptedEngine:
         """Listen, on the same port as before if there was one."""
         self._server = plain_server(os.environ.get("PENSTOCK_TEST_TRANSPORT", ServerConfig.transport), self.port)
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(_Engine(self), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(_Health(self), self._server)
+        self.add_services(self._server)
         self.port = await self._server.open_port()
         await self._server.start()
         return self
+
+    def add_services(self, server: Any) -> None:
+        """Add what it serves to a server."""
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(_Engine(self), server)
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(self), server)
 
     async def stop(self) -> None:
         """Cut every stream and free the port."""

@@ -11,8 +11,18 @@ import grpc
 import pytest
 from factories.servers.emitting_backend import EmittingBackend, count_up
 from factories.servers.router import backend, chat, collect, generate, running_router, until
-from factories.servers.scripted_engine import EOS, OTHER_EOS, ScriptedEngine, Tell, from_position, tokenizer_zip
+from factories.servers.scripted_engine import (
+    EOS,
+    OTHER_EOS,
+    ScriptedEngine,
+    Tell,
+    from_position,
+    prompt_of,
+    tokenizer_zip,
+)
+from factories.servers.scripted_inference import ScriptedInference
 from penstock.common.errors import PenstockError, StartupError, from_rpc_error
+from penstock.engines import vllm_inference_pb2
 from penstock.engines.vllm_engine_pb2 import GenerateComplete, GenerateResponse, GenerateStreamChunk
 from penstock.v1 import common_pb2, config_pb2, text_pb2
 from structlog.testing import capture_logs
@@ -20,6 +30,14 @@ from structlog.testing import capture_logs
 WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
 IDS = [*range(300, 308), EOS]
 QUICK_POLLS: dict[str, Any] = {"engine_poll_seconds": 0.01}
+Made = type[ScriptedEngine]
+
+
+@pytest.fixture(params=[ScriptedEngine, ScriptedInference], ids=["VllmEngine", "vllm.Inference"])
+def made(request: pytest.FixtureRequest) -> Made:
+    """Make an engine of each of vLLM's protocols."""
+    protocol: Made = request.param
+    return protocol
 
 
 def vllm_router(*backends: Any, **settings: Any) -> Any:
@@ -31,14 +49,26 @@ def config(**fields: Any) -> config_pb2.GenerationConfig:
     return config_pb2.GenerationConfig(**fields)
 
 
+def sampling_of(request: Any) -> Any:
+    """Return the message with a request's seed, of either protocol."""
+    return request.sampling if isinstance(request, vllm_inference_pb2.GenerateRequest) else request.sampling_params
+
+
+def limit_of(request: Any) -> int:
+    """Return a request's limit of tokens, of either protocol."""
+    is_own = isinstance(request, vllm_inference_pb2.GenerateRequest)
+    limit: int = request.stopping.max_new_tokens if is_own else request.sampling_params.max_tokens
+    return limit
+
+
 async def failure(call: Any) -> PenstockError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call)
     return from_rpc_error(caught.value)
 
 
-async def test_an_answer_comes_as_from_our_own_backend() -> None:
-    async with ScriptedEngine() as engine, vllm_router(engine) as router:
+async def test_an_answer_comes_as_from_our_own_backend(made: Made) -> None:
+    async with made() as engine, vllm_router(engine) as router:
         answer = await collect(router.stub.Generate(generate(output=WANT_IDS)))
         assert answer.ids() == IDS
         assert answer.text() == await router.decode(IDS)
@@ -122,18 +152,18 @@ async def test_choices_reach_it() -> None:
         assert list(engine.requests[0].sampling_params.choice.choices) == ["yes", "no"]
 
 
-async def test_each_sequence_is_a_call_with_a_seed_of_its_own() -> None:
-    async with ScriptedEngine() as engine, vllm_router(engine) as router:
+async def test_each_sequence_is_a_call_with_a_seed_of_its_own(made: Made) -> None:
+    async with made() as engine, vllm_router(engine) as router:
         asked = config(do_sample=True, num_return_sequences=3, seed=5)
         answer = await collect(router.stub.Generate(generate(config=asked, output=WANT_IDS)))
         assert [answer.ids(index) for index in range(3)] == [IDS] * 3
-        assert len({request.sampling_params.seed for request in engine.requests}) == 3
+        assert len({sampling_of(request).seed for request in engine.requests}) == 3
         assert answer.finished.usage.completion_tokens == 3 * len(IDS)
 
 
-async def test_log_probabilities_come_with_their_alternatives() -> None:
+async def test_log_probabilities_come_with_their_alternatives(made: Made) -> None:
     output = config_pb2.OutputConfig(return_token_ids=True, top_logprobs=2, prompt_logprobs=1)
-    async with ScriptedEngine() as engine, vllm_router(engine) as router:
+    async with made() as engine, vllm_router(engine) as router:
         answer = await collect(router.stub.Generate(generate(output=output)))
         positions = [position for delta in answer.deltas for position in delta.logprobs]
         assert [position.chosen.token_id for position in positions] == IDS
@@ -145,8 +175,8 @@ async def test_log_probabilities_come_with_their_alternatives() -> None:
         assert not answer.started.prompt_logprobs[0].HasField("chosen")
 
 
-async def test_a_stop_string_ends_the_answer_and_is_named() -> None:
-    async with ScriptedEngine(script=from_position(4, end=None)) as engine, vllm_router(engine) as router:
+async def test_a_stop_string_ends_the_answer_and_is_named(made: Made) -> None:
+    async with made(script=from_position(4, end=None)) as engine, vllm_router(engine) as router:
         text = await router.decode([303])
         engine.stop_string = text
         stop = config_pb2.StopConfig(stop_strings=[text])
@@ -155,8 +185,8 @@ async def test_a_stop_string_ends_the_answer_and_is_named() -> None:
         assert text not in answer.text()
 
 
-async def test_max_time_ends_it_although_it_knows_none() -> None:
-    async with ScriptedEngine(allowance=2) as engine, vllm_router(engine) as router:
+async def test_max_time_ends_it_although_it_knows_none(made: Made) -> None:
+    async with made(allowance=2) as engine, vllm_router(engine) as router:
         answer = await collect(router.stub.Generate(generate(config=config(max_time=0.5), output=WANT_IDS)))
         assert answer.finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_MAX_TIME
         # A busy machine may not get to the second token in this time.
@@ -200,23 +230,23 @@ async def test_what_it_lacks_is_refused_by_the_fields_and_the_backends_names(
         assert not engine.requests
 
 
-async def test_drafts_are_the_engines_own_affair() -> None:
-    async with ScriptedEngine() as engine, vllm_router(engine) as router:
+async def test_drafts_are_the_engines_own_affair(made: Made) -> None:
+    async with made() as engine, vllm_router(engine) as router:
         answer = await collect(router.stub.Generate(generate(config=config(prompt_lookup_num_tokens=4))))
         assert any("drafts" in warning for warning in answer.started.warnings)
         assert len(engine.requests) == 1
 
 
-async def test_what_it_lacks_goes_to_a_backend_that_has_it() -> None:
-    async with ScriptedEngine() as engine, backend() as own, vllm_router(engine, own) as router:
+async def test_what_it_lacks_goes_to_a_backend_that_has_it(made: Made) -> None:
+    async with made() as engine, backend() as own, vllm_router(engine, own) as router:
         for _ in range(4):
             await collect(router.stub.Generate(generate(config=config(num_beams=4))))
         assert len(own.submitted) == 4
         assert not engine.requests
 
 
-async def test_a_backend_that_has_it_and_is_away_is_not_a_refusal() -> None:
-    async with ScriptedEngine() as engine, backend() as own, vllm_router(engine, own) as router:
+async def test_a_backend_that_has_it_and_is_away_is_not_a_refusal(made: Made) -> None:
+    async with made() as engine, backend() as own, vllm_router(engine, own) as router:
         await own.stop()
         await router.until("backend_up", 0.0, backend=own.address)
         error = await failure(router.stub.Generate(generate(config=config(num_beams=4))))
@@ -224,8 +254,8 @@ async def test_a_backend_that_has_it_and_is_away_is_not_a_refusal() -> None:
         assert "config.num_beams" in error.message
 
 
-async def test_its_own_refusal_keeps_its_words_to_itself() -> None:
-    async with ScriptedEngine(refuse=grpc.StatusCode.INVALID_ARGUMENT) as engine, vllm_router(engine) as router:
+async def test_its_own_refusal_keeps_its_words_to_itself(made: Made) -> None:
+    async with made(refuse=grpc.StatusCode.INVALID_ARGUMENT) as engine, vllm_router(engine) as router:
         error = await failure(router.stub.Generate(generate()))
         assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "NOT_ON_BACKEND")
         assert "own words" not in error.message
@@ -234,8 +264,8 @@ async def test_its_own_refusal_keeps_its_words_to_itself() -> None:
 # Aborts.
 
 
-async def test_a_caller_who_leaves_aborts_it() -> None:
-    async with ScriptedEngine(allowance=2) as engine, vllm_router(engine) as router:
+async def test_a_caller_who_leaves_aborts_it(made: Made) -> None:
+    async with made(allowance=2) as engine, vllm_router(engine) as router:
         call = router.stub.Generate(generate())
         await engine.until(lambda: bool(engine.live))
         call.cancel()
@@ -243,15 +273,15 @@ async def test_a_caller_who_leaves_aborts_it() -> None:
         assert engine.aborted == [engine.requests[0].request_id]
 
 
-async def test_a_deadline_aborts_it() -> None:
-    async with ScriptedEngine(allowance=2) as engine, vllm_router(engine) as router:
+async def test_a_deadline_aborts_it(made: Made) -> None:
+    async with made(allowance=2) as engine, vllm_router(engine) as router:
         error = await failure(router.stub.Generate(generate(), timeout=1.0))
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await engine.until(lambda: bool(engine.aborted) and not engine.live)
 
 
-async def test_a_router_that_ends_aborts_what_it_has_there() -> None:
-    async with ScriptedEngine(allowance=2) as engine:
+async def test_a_router_that_ends_aborts_what_it_has_there(made: Made) -> None:
+    async with made(allowance=2) as engine:
         async with vllm_router(engine, drain_grace_seconds=0.1) as router:
             call = router.stub.Generate(generate())
             await engine.until(lambda: bool(engine.live))
@@ -262,12 +292,12 @@ async def test_a_router_that_ends_aborts_what_it_has_there() -> None:
 # Losses and moves.
 
 
-async def test_a_stream_moves_from_it_to_our_own_and_back() -> None:
+async def test_a_stream_moves_from_it_to_our_own_and_back(made: Made) -> None:
     script = count_up(8, first=300)
     # Full from its first report on, so that the first attempt is the engine's.
     full: dict[str, Any] = {"max_queued": 1, "extra_load": 5}
     async with (
-        ScriptedEngine(script=from_position(8, end=None), allowance=3) as engine,
+        made(script=from_position(8, end=None), allowance=3) as engine,
         EmittingBackend(script=script, fingerprint=backend().fingerprint, allowance=0, **full) as own,
         vllm_router(engine, own) as router,
     ):
@@ -288,13 +318,13 @@ async def test_a_stream_moves_from_it_to_our_own_and_back() -> None:
         assert result.ids() == IDS[:8]
         assert result.finished.attempts == 3
         resumed = engine.requests[-1]
-        assert list(resumed.tokenized.input_ids)[-5:] == IDS[:5]
-        assert resumed.sampling_params.max_tokens == 3
+        assert prompt_of(resumed)[-5:] == IDS[:5]
+        assert limit_of(resumed) == 3
 
 
-async def test_a_constraint_does_not_move_to_it() -> None:
+async def test_a_constraint_does_not_move_to_it(made: Made) -> None:
     async with (
-        ScriptedEngine() as engine,
+        made() as engine,
         EmittingBackend(script=count_up(8), fingerprint=backend().fingerprint, allowance=2) as own,
         vllm_router(engine, own, failover_wait_seconds=0.2) as router,
     ):
@@ -313,10 +343,10 @@ async def test_a_constraint_does_not_move_to_it() -> None:
         assert not engine.requests
 
 
-async def test_one_that_its_operator_aborts_moves() -> None:
+async def test_one_that_its_operator_aborts_moves(made: Made) -> None:
     async with (
-        ScriptedEngine(script=from_position(8, end=None), allowance=2) as one,
-        ScriptedEngine(script=from_position(8, end=None), allowance=2) as other,
+        made(script=from_position(8, end=None), allowance=2) as one,
+        made(script=from_position(8, end=None), allowance=2) as other,
         vllm_router(one, other) as router,
     ):
         answer = asyncio.ensure_future(
@@ -333,10 +363,10 @@ async def test_one_that_its_operator_aborts_moves() -> None:
         assert result.finished.attempts == 2
 
 
-async def test_sixteen_streams_outlive_one_of_two() -> None:
+async def test_sixteen_streams_outlive_one_of_two(made: Made) -> None:
     async with (
-        ScriptedEngine(script=from_position(40, end=None), allowance=100) as one,
-        ScriptedEngine(script=from_position(40, end=None), allowance=100) as other,
+        made(script=from_position(40, end=None), allowance=100) as one,
+        made(script=from_position(40, end=None), allowance=100) as other,
         vllm_router(one, other) as router,
     ):
         asked = config(max_new_tokens=40)
@@ -352,11 +382,11 @@ async def test_sixteen_streams_outlive_one_of_two() -> None:
 
 
 @pytest.mark.parametrize("knob", ["healthy", "serving"])
-async def test_one_that_is_unhealthy_gets_nothing_new(knob: str) -> None:
+async def test_one_that_is_unhealthy_gets_nothing_new(made: Made, knob: str) -> None:
     """By vLLM's own call it is healthy while it warms up: the standard health service tells of that."""
     async with (
-        ScriptedEngine(serving=True) as one,
-        ScriptedEngine(serving=True) as other,
+        made(serving=True) as one,
+        made(serving=True) as other,
         vllm_router(one, other) as router,
     ):
         setattr(one, knob, False)
@@ -369,9 +399,9 @@ async def test_one_that_is_unhealthy_gets_nothing_new(knob: str) -> None:
         await router.until("backend_up", 1.0, backend=one.address)
 
 
-async def test_an_engine_that_answers_and_makes_no_token_is_lost_at_last() -> None:
+async def test_an_engine_that_answers_and_makes_no_token_is_lost_at_last(made: Made) -> None:
     async with (
-        ScriptedEngine(allowance=0) as stuck,
+        made(allowance=0) as stuck,
         backend(script=count_up(3), max_queued=1, extra_load=5) as own,
         vllm_router(stuck, own, engine_silence_seconds=0.2, stall_timeout_seconds=0.5) as router,
     ):
@@ -382,9 +412,9 @@ async def test_an_engine_that_answers_and_makes_no_token_is_lost_at_last() -> No
         assert (await answer).ids() == list(range(300, 303))
 
 
-async def test_one_that_is_slow_and_healthy_is_not_lost() -> None:
+async def test_one_that_is_slow_and_healthy_is_not_lost(made: Made) -> None:
     async with (
-        ScriptedEngine(allowance=0) as slow,
+        made(allowance=0) as slow,
         vllm_router(slow, stall_timeout_seconds=0.3, engine_silence_seconds=600.0) as router,
     ):
         answer = asyncio.ensure_future(collect(router.stub.Generate(generate(output=WANT_IDS))))
@@ -461,13 +491,13 @@ async def test_a_warning_says_that_it_does_not_keep_tenants_apart() -> None:
 # Score and Embed.
 
 
-async def test_it_scores_by_the_log_probabilities_of_a_prompt() -> None:
-    async with ScriptedEngine() as engine, vllm_router(engine) as router:
+async def test_it_scores_by_the_log_probabilities_of_a_prompt(made: Made) -> None:
+    async with made() as engine, vllm_router(engine) as router:
         item = text_pb2.ScoreTextItem(prompt="Hello", continuation=" world")
         answer = await router.stub.Score(text_pb2.ScoreTextRequest(items=[item]))
         scored = answer.results[0]
         assert scored.logprob == pytest.approx(-0.5 * len(scored.logprobs))
-        assert engine.requests[0].sampling_params.max_tokens == 1
+        assert limit_of(engine.requests[0]) == 1
 
 
 async def test_it_embeds_if_it_was_started_for_that() -> None:

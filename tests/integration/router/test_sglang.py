@@ -15,6 +15,7 @@ from penstock.router.backends.prefix_index import PrefixIndex, routing_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.engines.backend_kinds import connect
 from penstock.serving.transport import make_transport
+from penstock.v1 import tokenizer_pb2
 
 PROMPT = list(range(100, 170))
 PAGES = [smg_common_pb2.KvBlock(block_hash=one, token_ids=[one], block_size=1) for one in PROMPT]
@@ -60,7 +61,7 @@ async def test_its_pages_of_one_token_are_told_by_the_names_of_our_blocks() -> N
         async with make_transport(config).open_channel(
             f"127.0.0.1:{port}", config, connect_timeout_seconds=config.connect_timeout_seconds
         ) as channel:
-            connection = connect(f"sglang://127.0.0.1:{port}", channel, config)
+            connection = connect(f"sglang://127.0.0.1:{port}", channel, config, tokenizer_pb2.GetTokenizerResponse)
             kv = (await connection.model_info()).kv
             names = routing_hashes(PROMPT, kv.block_size, "", 100)
             assert (kv.num_blocks, len(names)) == (256, 4)

@@ -32,7 +32,7 @@ from penstock.router.requests.request_state import RequestState
 from penstock.router.requests.suspect import Suspect
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.serving.transport import Channel
-from penstock.v1 import generation_pb2, model_pb2
+from penstock.v1 import generation_pb2, model_pb2, tokenizer_pb2
 
 AnswerT = TypeVar("AnswerT")
 
@@ -51,19 +51,20 @@ class Backend:
         detokenizer: Detokenizer,
         metrics: RouterMetrics,
         *,
-        tokenizer_fingerprint: Callable[[], str],
+        tokenizer: Callable[[], tokenizer_pb2.GetTokenizerResponse],
         on_change: Callable[[], None],
         on_kept: Callable[[Backend, Sequence[int]], None],
         crashes: CrashLog,
         outliers: Outliers,
     ) -> None:
-        """Make it; `link.run` connects. `on_change`: its state changed; `on_kept`: it told of blocks of these names."""
+        """Make it; `link.run` connects. `tokenizer` returns the facts of ours; `on_change`: its state changed;
+        `on_kept`: it told of blocks of these names."""
         self.where = where
         # True for a generation service of ours; False for another engine.
         self.is_own = not scheme_of(where.target)
-        self.link = Link(
-            where, config, tokenizer_fingerprint=tokenizer_fingerprint, serve=self._serve, on_change=on_change
-        )
+        # Of the last connection.
+        self._keeps_salts = self.is_own
+        self.link = Link(where, config, tokenizer=tokenizer, serve=self._serve, on_change=on_change)
         self.load = LoadView(lambda: self.in_flight, lambda: self._idle_in_flight)
         self.adapters = BackendAdapters(self.link, config, on_change)
         verdict_seconds = config.death_verdict_seconds
@@ -117,8 +118,8 @@ class Backend:
         return self._prefixes.match(self._names(hashes))
 
     def _names(self, hashes: Sequence[int]) -> Sequence[int]:
-        """Return the names by which it knows blocks: another engine has no salt."""
-        return hashes if self.is_own or not isinstance(hashes, BlockNames) else hashes.plain
+        """Return the names by which it knows blocks: most other engines have no salt."""
+        return hashes if self._keeps_salts or not isinstance(hashes, BlockNames) else hashes.plain
 
     def submit(self, state: RequestState, command: generation_pb2.SessionRequest, probe: Probe | None = None) -> None:
         """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
@@ -204,6 +205,7 @@ class Backend:
             on_no_adapter=self.adapters.note_missing,
         )
         self._session, self._connection = session, connection
+        self._keeps_salts = connection.keeps_salts
         for part in (self.load, self._crashes, self._outcomes, self.adapters):
             part.connect()
         try:

@@ -20,7 +20,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.engines.backend_connection import BackendConnection
 from penstock.router.engines.backend_kinds import connect
 from penstock.serving.transport import Channel, make_transport
-from penstock.v1 import model_pb2
+from penstock.v1 import model_pb2, tokenizer_pb2
 
 # Statuses that a call gets when its connection ends.
 _BROKEN = (
@@ -53,21 +53,21 @@ class Link:
         where: BackendAddress,
         config: RouterConfig,
         *,
-        tokenizer_fingerprint: Callable[[], str],
+        tokenizer: Callable[[], tokenizer_pb2.GetTokenizerResponse],
         serve: Callable[[Channel, BackendConnection, model_pb2.GetModelInfoResponse], Awaitable[None]],
         on_change: Callable[[], None],
     ) -> None:
         """Make it; `run` connects.
 
-        `serve` is awaited on every connection to a process that serves a model of our tokenizer, until it raises
-        LinkLost or the transport's error. `on_change`: the state changed.
+        `tokenizer` returns the facts of ours. `serve` is awaited on every connection to a process that serves a model
+        of it, until it raises LinkLost or the transport's error. `on_change`: the state changed.
         """
         self.key = where.address
         self._target = where.target
         self._config = config
         self._channel_config = _named(config, where.target)
         self._transport = make_transport(config)
-        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._tokenizer = tokenizer
         self._serve = serve
         self._on_change = on_change
         self._state = BackendState.CONNECTING
@@ -186,7 +186,7 @@ class Link:
                 self._channel = None
 
     async def _check_and_serve(self, channel: Channel) -> None:
-        connection = connect(self._target, channel, self._config)
+        connection = connect(self._target, channel, self._config, self._tokenizer)
         # A model that is still loading has no limits and no fingerprint yet.
         try:
             if not await connection.until_serving(partial(self._set_starting, True)):
@@ -211,7 +211,7 @@ class Link:
             self._on_change()
 
     def _belongs_here(self, info: model_pb2.GetModelInfoResponse) -> bool:
-        ours, theirs = self._tokenizer_fingerprint(), info.tokenizer_fingerprint
+        ours, theirs = self._tokenizer().tokenizer_fingerprint, info.tokenizer_fingerprint
         if theirs and theirs != ours:
             if self._state is not BackendState.MISMATCH:
                 _log.error(

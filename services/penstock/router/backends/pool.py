@@ -19,7 +19,7 @@ from penstock.router.backends.outliers import OutlierConfig, Outliers
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
-from penstock.v1 import model_pb2
+from penstock.v1 import model_pb2, tokenizer_pb2
 
 _log = get_logger("penstock.router")
 
@@ -33,18 +33,19 @@ class BackendPool:
         detokenizer: Detokenizer,
         metrics: RouterMetrics,
         *,
-        tokenizer_fingerprint: Callable[[], str],
+        tokenizer: Callable[[], tokenizer_pb2.GetTokenizerResponse],
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
         on_kept: Callable[[Backend, Sequence[int]], None],
         resolver: Resolver = resolve,
     ) -> None:
-        """Make it. `on_change`: some backend's state changed. `on_failure`: a bug ended a task that must not end.
-        `on_kept`: one of a crowd that is not compared as a whole told of cached blocks with these names."""
+        """Make it. `tokenizer` returns the facts of ours. `on_change`: some backend's state changed. `on_failure`: a
+        bug ended a task that must not end. `on_kept`: one of a crowd that is not compared as a whole told of cached
+        blocks with these names."""
         self._config = config
         self._detokenizer = detokenizer
         self._metrics = metrics
-        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._tokenizer = tokenizer
         self._notify = on_change
         self._on_failure = on_failure
         self._on_kept = on_kept
@@ -279,7 +280,7 @@ class BackendPool:
             self._config,
             self._detokenizer,
             self._metrics,
-            tokenizer_fingerprint=self._tokenizer_fingerprint,
+            tokenizer=self._tokenizer,
             on_change=self._on_change,
             on_kept=self._note_kept,
             crashes=self.crashes,

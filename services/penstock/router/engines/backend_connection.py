@@ -34,6 +34,10 @@ class BackendConnection(Protocol):
     """
 
     @property
+    def keeps_salts(self) -> bool:
+        """True where requests of another cache_salt share no cached blocks."""
+
+    @property
     def calls(self) -> BackendCalls:
         """Calls with a single answer."""
 

@@ -12,13 +12,23 @@ from penstock.router.engines.engine_connection import EngineConnection
 from penstock.router.engines.own_connection import OwnConnection
 from penstock.router.engines.sglang_codec import SglangCodec
 from penstock.router.engines.vllm_codec import VllmCodec
+from penstock.router.engines.vllm_inference_codec import VllmInferenceCodec
 from penstock.serving.transport import Channel
+from penstock.v1 import tokenizer_pb2
 
 # Its keys are router.backend_targets.ENGINE_SCHEMES.
-CODECS: dict[str, Callable[[], EngineCodec]] = {"vllm": VllmCodec, "sglang": SglangCodec}
+# An engine is asked by the protocols of its kind in this order, and spoken to by the first that it has.
+CODECS: dict[str, tuple[Callable[[], EngineCodec], ...]] = {
+    "vllm": (VllmCodec, VllmInferenceCodec),
+    "sglang": (SglangCodec,),
+}
 
 
-def connect(target: str, channel: Channel, config: RouterConfig) -> BackendConnection:
-    """Make the connection of a channel to the backend that `target` names."""
+def connect(
+    target: str, channel: Channel, config: RouterConfig, tokenizer: Callable[[], tokenizer_pb2.GetTokenizerResponse]
+) -> BackendConnection:
+    """Make the connection of a channel to the backend that `target` names. `tokenizer` returns the facts of ours."""
     scheme = scheme_of(target)
-    return EngineConnection(channel, config, CODECS[scheme](), target) if scheme else OwnConnection(channel, config)
+    if not scheme:
+        return OwnConnection(channel, config)
+    return EngineConnection(channel, config, [make() for make in CODECS[scheme]], target, tokenizer)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from penstock.common.errors import Internal, InvalidArgument
 from penstock.router.engines.engine_codec import EngineCodec
 from penstock.router.engines.engine_model import EngineModel
+from penstock.router.engines.engine_services import EngineServices
 from penstock.v1 import common_pb2, generation_pb2
 
 
@@ -16,11 +16,15 @@ class EngineCalls:
     other requests."""
 
     def __init__(
-        self, codec: EngineCodec, stub: Any, model: Callable[[], EngineModel], new_id: Callable[[], str]
+        self,
+        codec: EngineCodec,
+        services: EngineServices,
+        model: Callable[[], EngineModel],
+        new_id: Callable[[], str],
     ) -> None:
         """Make them. `model` returns the engine's; `new_id` an id that is not used yet."""
         self._codec = codec
-        self._stub = stub
+        self._services = services
         self._model = model
         self._new_id = new_id
 
@@ -36,18 +40,18 @@ class EngineCalls:
             ids = [*item.prompt_token_ids, *item.continuation_token_ids]
             if not item.prompt_token_ids or not item.continuation_token_ids:
                 raise InvalidArgument("items", "must have a prompt and a continuation")
-            positions = await self._score(ids, max(request.top_logprobs, 1), timeout)
+            positions = await self._score(ids, max(request.top_logprobs, 1), request.cache_salt, timeout)
             scored = positions[len(item.prompt_token_ids) :]
             answer.results.append(_result(scored, request.top_logprobs if request.HasField("top_logprobs") else 0))
             answer.usage.prompt_tokens += len(ids)
         return answer
 
     async def _score(
-        self, ids: Sequence[int], alternatives: int, timeout: float | None
+        self, ids: Sequence[int], alternatives: int, salt: str, timeout: float | None
     ) -> list[common_pb2.PositionLogprobs]:
-        message = self._codec.score(ids, alternatives, self._new_id())
+        message = self._codec.score(ids, alternatives, self._new_id(), salt)
         found: list[common_pb2.PositionLogprobs] = []
-        call = self._stub.Generate(message, timeout=timeout)
+        call = self._services.generate(message, timeout)
         try:
             async for part in call:
                 found = found or self._codec.read_scores(part, alternatives)
@@ -61,17 +65,15 @@ class EngineCalls:
         self, request: generation_pb2.EmbedRequest, *, timeout: float | None = None
     ) -> generation_pb2.EmbedResponse:
         """Return embeddings as the engine's model pools them."""
-        messages, answer = self._codec.messages, generation_pb2.EmbedResponse()
+        answer = generation_pb2.EmbedResponse()
         for one in request.inputs:
-            message = messages.EmbedRequest(request_id=self._new_id())
-            message.tokenized.input_ids.extend(one.ids)
-            told = await self._stub.Embed(message, timeout=timeout)
-            values = list(told.embedding)
+            embedding, prompt_tokens = await self._services.embed(one.ids, self._new_id(), timeout)
+            values = list(embedding)
             if request.normalize:
                 norm = sum(value * value for value in values) ** 0.5
                 values = [value / norm for value in values] if norm else values
             answer.embeddings.add(values=values)
-            answer.usage.prompt_tokens += told.prompt_tokens
+            answer.usage.prompt_tokens += prompt_tokens
         return answer
 
     async def DetectWatermark(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Protocol
 
-import grpc
 from google.protobuf.message import Message
 
 from penstock.router.engines.engine_request import EngineRequest
+from penstock.router.engines.engine_services import EngineServices
+from penstock.serving.transport import Channel
 from penstock.v1 import common_pb2
 
 
@@ -40,26 +40,26 @@ class EngineChunk:
 
 
 class EngineCodec(Protocol):
-    """Messages of one engine's protocol. It has no state.
+    """Messages of one engine's protocol. It has no state."""
 
-    The stub has Abort, Embed, GetLoads, GetModelInfo, GetServerInfo, GetTokenizer, HealthCheck and SubscribeKvEvents.
-    """
-
-    # Name for people, full name of its service, and the most alternatives of a log-probability.
+    # Name for people, full name of its service, path of its call that streams tokens, and that call's messages.
     name: str
-    service: str
+    protocol: str
+    generate_method: str
+    response: type[Message]
+    # Most alternatives of a log-probability.
     max_top_logprobs: int
-    # Module of its messages: their names are the same for all engines.
-    messages: ModuleType
     # Fields of SamplingParams (generation.core) that it has, beside those that every engine has.
     params: frozenset[str]
     # Kinds of a constraint that it takes.
     constraints: frozenset[str]
     # Calls with a single answer that it has.
     calls: frozenset[str]
+    # True where requests of another cache_salt share no cached blocks.
+    keeps_salts: bool
 
-    def make_stub(self, channel: grpc.aio.Channel) -> Any:
-        """Make the stub of its service."""
+    def connect(self, channel: Channel, timeout: float) -> EngineServices:
+        """Make the services of a channel. `timeout` is that of their calls, in seconds."""
 
     def lacks(self, request: EngineRequest) -> tuple[str, str] | None:
         """Return a field that it cannot do for a reason of its own, and the reason."""
@@ -70,14 +70,8 @@ class EngineCodec(Protocol):
     def read(self, message: Any, request: EngineRequest) -> EngineChunk:
         """Read a message of a Generate stream."""
 
-    def aborts(self, request_ids: Sequence[str]) -> list[Message]:
-        """Make the requests of Abort."""
-
-    def window(self, server: Any) -> int:
-        """Return the most requests that it runs at once from GetServerInfo; 0: it does not tell."""
-
-    def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
-        """Make the Generate request that returns the log-probabilities of these tokens."""
+    def score(self, token_ids: Sequence[int], alternatives: int, request_id: str, salt: str) -> Message:
+        """Make the request of a stream that returns the log-probabilities of these tokens."""
 
     def read_scores(self, message: Any, alternatives: int) -> list[common_pb2.PositionLogprobs]:
         """Read the log-probabilities of a prompt from a message of such a stream; empty: it has none."""

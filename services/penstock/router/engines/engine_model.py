@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any
 
 from penstock.common.errors import InvalidArgument, StartupError
 from penstock.generation.options.checks import check_options
@@ -16,8 +15,9 @@ from penstock.generation.options.request_options import ModelDefaults, ModelFact
 from penstock.generation.options.table import RequestOptions
 from penstock.generation.wire.option_messages import from_options
 from penstock.router.engines.engine_blocks import NAMED_TOKENS
+from penstock.router.engines.engine_services import EngineFacts
 from penstock.router.engines.tokenizer_bundle import BundleFacts
-from penstock.v1 import common_pb2, config_pb2, model_pb2
+from penstock.v1 import common_pb2, config_pb2, model_pb2, tokenizer_pb2
 
 # Above it a reported size is none that a model has.
 _MOST = 1 << 31
@@ -36,19 +36,20 @@ class EngineModel:
 
 
 def read_model(
-    told: Any, bundle: BundleFacts | None, window: int, kv_tokens: int, max_top_logprobs: int
+    told: EngineFacts, bundle: BundleFacts | None, max_top_logprobs: int, tokenizer: tokenizer_pb2.GetTokenizerResponse
 ) -> EngineModel:
-    """Read what an engine tells of its model: `told` is its GetModelInfoResponse, `bundle` its files if it sends them,
-    `window` the most requests that it runs at once, `kv_tokens` the size of its KV memory; 0: not known.
+    """Read what an engine tells of its model. `bundle` are its files if it sends them; `tokenizer` are the facts of the
+    router's own, for what the engine's protocol does not tell.
 
     Raises StartupError for facts that no model has.
     """
-    context, vocabulary = told.max_context_length, told.vocab_size
+    context = told.max_context_tokens
+    vocabulary = tokenizer.vocab_size if told.vocab_size is None else told.vocab_size
     if not (0 < context < _MOST and 0 < vocabulary < _MOST):
         raise StartupError("the backend tells no context or vocabulary of its model", flag="--backend")
-    ids = _ids(told.eos_token_ids, vocabulary)
+    ids = known_ids(tokenizer.eos_token_ids if told.eos_token_ids is None else told.eos_token_ids, vocabulary)
     defaults = bundle.defaults if bundle is not None else _told_defaults(told.default_sampling_params_json, ids)
-    name = told.served_model_name or PurePosixPath(told.model_path).name
+    name, window = told.name, told.max_running_requests
     limits = RequestLimits(max_top_logprobs=max_top_logprobs)
     facts = ModelFacts(
         name,
@@ -60,11 +61,11 @@ def read_model(
     )
     info = model_pb2.GetModelInfoResponse(
         model=name,
-        architecture=next(iter(told.architectures), ""),
+        architecture=told.architecture,
         model_type=told.model_type,
         world_size=1,
         # Blocks as the router names them, whatever the engine's own are.
-        kv=model_pb2.KvGeometry(block_size=NAMED_TOKENS, num_blocks=kv_tokens // NAMED_TOKENS, prefix_cache=True),
+        kv=model_pb2.KvGeometry(block_size=NAMED_TOKENS, num_blocks=told.kv_tokens // NAMED_TOKENS, prefix_cache=True),
         limits=model_pb2.Limits(
             max_context_tokens=context,
             max_running_sequences=window,
@@ -88,10 +89,11 @@ def read_model(
         info.bos_token_id = defaults.bos_token_id
     if defaults.pad_token_id is not None:
         info.pad_token_id = defaults.pad_token_id
-    return EngineModel(facts, defaults, limits, told.is_generation, info)
+    return EngineModel(facts, defaults, limits, told.generates, info)
 
 
-def _ids(told: Any, vocabulary: int) -> tuple[int, ...]:
+def known_ids(told: Iterable[int], vocabulary: int) -> tuple[int, ...]:
+    """Return those of the ids that a vocabulary of this size has."""
     return tuple(token_id for token_id in told if 0 <= token_id < vocabulary)
 
 

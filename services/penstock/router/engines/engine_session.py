@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -60,11 +60,11 @@ class EngineSession:
         channel: Channel,
         codec: EngineCodec,
         model: EngineModel,
-        send_aborts: Callable[[list[Message]], Awaitable[None]],
+        send_aborts: Callable[[Sequence[str]], Awaitable[None]],
         silence_seconds: float,
     ) -> None:
-        """Make it. `send_aborts` sends requests of Abort; `silence_seconds`: an engine with requests may be without a
-        token for so long while it tells that it is healthy."""
+        """Make it. `send_aborts` ends requests there by their ids; `silence_seconds`: an engine with requests may be
+        without a token for so long while it tells that it is healthy."""
         self._channel = channel
         self._codec = codec
         self._model = model
@@ -170,8 +170,7 @@ class EngineSession:
 
         try:
             message = codec.generate(request, sequence.index, sequence.call_id)
-            method = f"/{codec.service}/Generate"
-            call = await self._channel.open_stream(method, codec.messages.GenerateResponse.FromString)
+            call = await self._channel.open_stream(codec.generate_method, codec.response.FromString)
             live.calls[sequence.call_id] = call
             try:
                 await call.write(message)
@@ -240,7 +239,7 @@ class EngineSession:
 
     async def _abort_there(self, ids: list[str]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._send_aborts(self._codec.aborts(ids))
+            await self._send_aborts(ids)
 
     def _forget(self, key: tuple[str, int]) -> None:
         """Drop an attempt and its calls."""

@@ -20,6 +20,8 @@ GENERATION_NAME = "penstock.v1.GenerationService"
 class OwnConnection:
     """Connection to a generation service. Implements BackendConnection."""
 
+    keeps_salts = True
+
     def __init__(self, channel: Channel, config: RouterConfig) -> None:
         self._channel = channel
         self._config = config

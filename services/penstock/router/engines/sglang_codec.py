@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
 from penstock.engines import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
@@ -14,6 +11,8 @@ from penstock.generation.grammar.spec import ConstraintKind
 from penstock.router.engines.engine_codec import EngineChunk, EngineEnd
 from penstock.router.engines.engine_logprobs import from_input, from_output
 from penstock.router.engines.engine_request import EngineRequest
+from penstock.router.engines.smg_services import SmgServices
+from penstock.serving.transport import Channel
 from penstock.v1 import common_pb2
 
 # Off.
@@ -29,15 +28,20 @@ class SglangCodec:
     """SglangScheduler's messages. Implements EngineCodec."""
 
     name = "SGLang"
-    service = "sglang.grpc.scheduler.SglangScheduler"
+    protocol = "sglang.grpc.scheduler.SglangScheduler"
+    generate_method = f"/{protocol}/Generate"
+    response = sglang_scheduler_pb2.GenerateResponse
     max_top_logprobs = 20
-    messages: ModuleType = sglang_scheduler_pb2
     params: frozenset[str] = frozenset(("logit_bias",))
     constraints: frozenset[str] = frozenset(kind.value for kind in _CONSTRAINTS)
     calls: frozenset[str] = frozenset(("Score",))
+    keeps_salts = False
 
-    def make_stub(self, channel: grpc.aio.Channel) -> Any:
-        return sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+    def connect(self, channel: Channel, timeout: float) -> SmgServices:
+        stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel.for_stubs)
+        return SmgServices(
+            channel, stub, sglang_scheduler_pb2, self.protocol, timeout, window=self.window, aborts=self.aborts
+        )
 
     def lacks(self, request: EngineRequest) -> tuple[str, str] | None:
         if request.options.options.seed is not None and request.params.do_sample:
@@ -98,12 +102,14 @@ class SglangCodec:
         )
 
     def aborts(self, request_ids: Sequence[str]) -> list[Message]:
+        """Make the requests of Abort."""
         return [sglang_scheduler_pb2.AbortRequest(request_id=one, reason="cancelled") for one in request_ids]
 
     def window(self, server: sglang_scheduler_pb2.GetServerInfoResponse) -> int:
+        """Return 0: it does not tell the most requests that it runs at once."""
         return 0
 
-    def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
+    def score(self, token_ids: Sequence[int], alternatives: int, request_id: str, salt: str) -> Message:
         message = sglang_scheduler_pb2.GenerateRequest(
             request_id=request_id, stream=True, return_logprob=True, top_logprobs_num=alternatives
         )

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
 from penstock.engines import vllm_engine_pb2, vllm_engine_pb2_grpc
-from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.router.engines.engine_codec import EngineChunk, EngineEnd
 from penstock.router.engines.engine_logprobs import from_input, from_output
 from penstock.router.engines.engine_request import EngineRequest
+from penstock.router.engines.engine_seeds import call_seed
+from penstock.router.engines.smg_services import SmgServices
+from penstock.serving.transport import Channel
 from penstock.v1 import common_pb2
 
-# Its seeds are of 32 bits, with a sign.
-_SEED_MASK = (1 << 31) - 1
 # It cuts a bias to this.
 _MOST_BIAS = 100.0
 
@@ -27,16 +24,21 @@ class VllmCodec:
     """VllmEngine's messages. Implements EngineCodec."""
 
     name = "vLLM"
-    service = "vllm.grpc.engine.VllmEngine"
+    protocol = "vllm.grpc.engine.VllmEngine"
+    generate_method = f"/{protocol}/Generate"
+    response = vllm_engine_pb2.GenerateResponse
     # One more is asked for, and it takes 20 (--max-logprobs).
     max_top_logprobs = 19
-    messages: ModuleType = vllm_engine_pb2
     params: frozenset[str] = frozenset(("logit_bias", "prompt_logprobs"))
     constraints: frozenset[str] = frozenset(kind.value for kind in ConstraintKind)
     calls: frozenset[str] = frozenset(("Score", "Embed"))
+    keeps_salts = False
 
-    def make_stub(self, channel: grpc.aio.Channel) -> Any:
-        return vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    def connect(self, channel: Channel, timeout: float) -> SmgServices:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel.for_stubs)
+        return SmgServices(
+            channel, stub, vllm_engine_pb2, self.protocol, timeout, window=self.window, aborts=self.aborts
+        )
 
     def lacks(self, request: EngineRequest) -> tuple[str, str] | None:
         if any(abs(bias) > _MOST_BIAS for bias in request.params.logit_bias.values()):
@@ -73,8 +75,7 @@ class VllmCodec:
             sampling.top_k = params.top_k if params.top_p else 1
             sampling.top_p = params.top_p or 1.0
             sampling.min_p = params.min_p
-            # What goes on after a loss draws other numbers than the beginning did.
-            sampling.seed = derive_seed(derive_seed(params.seed, index), len(resumed)) & _SEED_MASK
+            sampling.seed = call_seed(params, index, len(resumed))
         if params.top_logprobs is not None:
             sampling.logprobs = _asked(params.top_logprobs)
         if params.prompt_logprobs is not None and index == 0 and not resumed:
@@ -100,12 +101,14 @@ class VllmCodec:
         )
 
     def aborts(self, request_ids: Sequence[str]) -> list[Message]:
+        """Make the requests of Abort."""
         return [vllm_engine_pb2.AbortRequest(request_ids=request_ids)]
 
     def window(self, server: vllm_engine_pb2.GetServerInfoResponse) -> int:
+        """Return the most requests that it runs at once."""
         return max(server.max_num_seqs, 0)
 
-    def score(self, token_ids: Sequence[int], alternatives: int, request_id: str) -> Message:
+    def score(self, token_ids: Sequence[int], alternatives: int, request_id: str, salt: str) -> Message:
         message = vllm_engine_pb2.GenerateRequest(request_id=request_id, stream=True)
         message.tokenized.input_ids.extend(token_ids)
         message.sampling_params.CopyFrom(

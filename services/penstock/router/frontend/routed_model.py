@@ -36,6 +36,7 @@ from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
 from penstock.router.tokenizer.remembered_texts import TokenTexts
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.v1 import tokenizer_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class RoutedModel:
             config,
             detokenizer,
             metrics,
-            tokenizer_fingerprint=lambda: self.link.fingerprint,
+            tokenizer=lambda: self.link.info or tokenizer_pb2.GetTokenizerResponse(),
             on_change=share.on_change,
             on_failure=share.on_failure,
             on_kept=lambda backend, names: policy.note_kept(backend, names, is_plain=not backend.is_own),

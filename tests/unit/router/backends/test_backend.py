@@ -19,6 +19,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.suspect import Suspect
 from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.v1 import tokenizer_pb2
 from prometheus_client import CollectorRegistry
 
 
@@ -42,7 +43,7 @@ class Connected:
             RouterConfig(death_verdict_seconds=1000.0),
             Detokenizer(max_outstanding=1),
             RouterMetrics(CollectorRegistry()),
-            tokenizer_fingerprint=str,
+            tokenizer=tokenizer_pb2.GetTokenizerResponse,
             on_change=lambda: None,
             on_kept=lambda backend, names: None,
             crashes=CrashLog(lambda: None),

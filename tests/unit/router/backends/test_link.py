@@ -8,7 +8,7 @@ from penstock.router.backends.discovery import BackendAddress
 from penstock.router.backends.link import BackendState, Link
 from penstock.router.config import RouterConfig
 from penstock.serving.transport import Channel
-from penstock.v1 import model_pb2
+from penstock.v1 import model_pb2, tokenizer_pb2
 
 
 async def _serve(_: Channel, __: model_pb2.GetModelInfoResponse) -> None:
@@ -23,7 +23,7 @@ class Linked:
         self.link = Link(
             BackendAddress("127.0.0.1:1", "a:1"),
             RouterConfig(),
-            tokenizer_fingerprint=str,
+            tokenizer=tokenizer_pb2.GetTokenizerResponse,
             serve=_serve,
             on_change=lambda: self.seen.append(self.link.state),
         )

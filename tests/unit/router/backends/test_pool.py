@@ -12,7 +12,7 @@ from penstock.router.backends.outliers import Outcome
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.v1 import model_pb2
+from penstock.v1 import model_pb2, tokenizer_pb2
 from prometheus_client import CollectorRegistry
 
 
@@ -33,7 +33,7 @@ def make_pool(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[BackendPool,
         RouterConfig(backend=addresses(count)),
         detokenizer,  # type: ignore[arg-type]
         RouterMetrics(registry),
-        tokenizer_fingerprint=lambda: "",
+        tokenizer=tokenizer_pb2.GetTokenizerResponse,
         on_change=lambda: None,
         on_failure=lambda error: None,
         on_kept=lambda backend, names: None,

@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 from penstock.engines import sglang_scheduler_pb2 as sglang
-from penstock.engines import vllm_engine_pb2 as vllm
 from penstock.router.engines.engine_model import EngineModel, read_model
 from penstock.router.engines.engine_request import EngineRequest, lacking, resolve_request
+from penstock.router.engines.engine_services import EngineFacts
 from penstock.router.engines.sglang_codec import SglangCodec
 from penstock.router.engines.vllm_codec import VllmCodec
-from penstock.v1 import common_pb2, config_pb2, generation_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, tokenizer_pb2
 
 CODEC = SglangCodec()
 
 
 def model() -> EngineModel:
-    told = vllm.GetModelInfoResponse(
-        served_model_name="m", is_generation=True, max_context_length=100, vocab_size=50, eos_token_ids=[2]
-    )
-    return read_model(told, None, 8, 1600, CODEC.max_top_logprobs)
+    told = EngineFacts("m", 100, 50, (2,), max_running_requests=8, kv_tokens=1600)
+    return read_model(told, None, CODEC.max_top_logprobs, tokenizer_pb2.GetTokenizerResponse())
 
 
 def resolved(**fields: Any) -> EngineRequest:
