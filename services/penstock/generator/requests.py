@@ -191,14 +191,12 @@ class RequestMaker:
         if local.parses_tools and (is_either or not request.HasField("constraint")):
             markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
             tools = local.chat, local.schemas, strict_tools(request), markers
-            calls: generation_pb2.CallGrammar | None
             if is_either:
                 is_open, may_think = local.opens_reasoning, local.thought is not None
                 calls = calls_beside_answer(*tools, max_calls=_MOST_CALLS, in_reasoning=is_open, may_think=may_think)
             else:
                 calls = call_grammar_message(*tools, max_calls=_MOST_CALLS)
-            if calls is not None:
-                local.message.calls.CopyFrom(calls)
+            local.message.calls.CopyFrom(calls)
         return local
 
     def _local(

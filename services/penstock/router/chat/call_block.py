@@ -6,13 +6,13 @@ calls. Text that makes no call comes back as text; a call that breaks off after 
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 from penstock.router.chat.parameter_schema import alternatives, is_text_schema
+from penstock.router.chat.python_values import read_members
 from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, argument_text, is_text, loads
 
 Steps: TypeAlias = Generator[None, None, Any]
@@ -26,6 +26,8 @@ _HEAD = re.compile(
     re.DOTALL,
 )
 _NAMES = {"true": True, "false": False, "null": None}
+# A tool's name that a call in Python's syntax can have.
+PYTHON_NAME = re.compile(r"[\w.\-]+")
 # JSON Schema's types of the Python values read from JSON.
 _KINDS: Mapping[type, frozenset[str]] = {
     dict: frozenset({"object"}),
@@ -345,13 +347,9 @@ class CallBlock:
         name = name.strip().removesuffix(suffix)
         self._position -= 1
         inner = yield from self.balanced(quotes="\"'")
-        try:
-            tree = ast.parse(f"f{inner}", mode="eval").body
-            if not isinstance(tree, ast.Call) or tree.args or not re.fullmatch(r"[\w.\-]+", name):
-                raise _Broken
-            values = {_key(keyword): _constant(keyword.value) for keyword in tree.keywords}
-        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-            raise _Broken from None
+        values = read_members(inner)
+        if values is None or not PYTHON_NAME.fullmatch(name):
+            raise _Broken
         self.whole(name, values)
 
 
@@ -412,26 +410,3 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
         return True
     # JSON, but text may be meant: only a type that the schema names is read as JSON.
     return bool(kinds) and _KINDS[type(meant)].isdisjoint(kinds)
-
-
-def _key(keyword: ast.keyword) -> str:
-    if keyword.arg is None:
-        raise ValueError("**")
-    return keyword.arg
-
-
-def _constant(node: ast.expr) -> object:
-    """Value of a constant expression; JSON's true, false and null also count. Raises ValueError."""
-    match node:
-        case ast.Name(id=name) if name in _NAMES:
-            return _NAMES[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_constant(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {
-                str(_constant(key)): _constant(value)
-                for key, value in zip(keys, values, strict=True)
-                if key is not None
-            }
-    value: object = ast.literal_eval(node)
-    return value

@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.router.chat.argument_grammar import GrammarParts
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.formats import ChatFormat
-from penstock.router.chat.gemma_arguments import GemmaArguments, GrammarParts
+from penstock.router.chat.gemma_arguments import GemmaArguments
 from penstock.router.chat.kimi_k3_calls import XTML_ANSWER, XTML_CALLS, escaped
 from penstock.router.chat.parameter_schema import alternatives, is_text_schema
+from penstock.router.chat.python_arguments import PythonArguments, takes_python
 
 # Placeholder in a format's text: the number of the call.
 _NUMBER = "\0"
@@ -48,8 +50,8 @@ class _Text:
     end: str = ""
     members: tuple[str, str] | None = None
     is_single: bool = False
-    # The spelling that the model takes by itself.
-    is_own: bool = True
+    # By itself the model also, or rather, writes a list of calls as Python has them.
+    has_python: bool = False
     # Arguments in Gemma's spelling, with their last brace.
     is_gemma: bool = False
     # Names are values of attributes, and the second %s of `members` is the type of a value.
@@ -64,7 +66,7 @@ _TEXTS: Mapping[str, _Text] = {
     "granite": _Text(_OBJECT, "}", "<|tool_call|>[", ", ", "]"),
     "phi4": _Text(_OBJECT, "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
     "llama3": _Text('{"name": "%s", "parameters": ', "}", separator="; "),
-    "llama4": _Text('{"name": "%s", "parameters": ', "}", separator="; "),
+    "llama4": _Text('{"name": "%s", "parameters": ', "}", separator="; ", has_python=True),
     "mistral": _Text("[TOOL_CALLS]%s[ARGS]", "", separator=""),
     # For a vocabulary without [ARGS]: the older format.
     "mistral_list": _Text(_OBJECT, "}", "[TOOL_CALLS][", ", ", "]"),
@@ -79,7 +81,7 @@ _TEXTS: Mapping[str, _Text] = {
         "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK[0], "", _DEEPSEEK[1]
     ),
     # JSON, which the model writes where it is asked to.
-    "lfm2": _Text(_OBJECT, "}", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", is_own=False),
+    "lfm2": _Text(_OBJECT, "}", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", has_python=True),
     "deepseek_v4": _Text(
         '<｜DSML｜invoke name="%s">\n',
         "</｜DSML｜invoke>\n",
@@ -186,15 +188,13 @@ class HeldGrammar:
 
 def held_grammar(
     chat: ChatFormat, schemas: Schemas, strict: Collection[str], token_ids: Mapping[str, int], *, max_calls: int
-) -> HeldGrammar | None:
-    """Return the grammar of a call, or of a block of up to `max_calls`, of the tools in `schemas`; None: there is no
-    grammar of the format as the model writes it by itself.
+) -> HeldGrammar:
+    """Return the grammar of a call, or of a block of up to `max_calls`, of the tools in `schemas`.
 
     Arguments of tools named in `strict` obey their schemas; others are JSON, or parameters, of any kind. `token_ids`:
     see `forced_grammar`.
     """
-    grammar = _Grammar(chat, token_ids)
-    return grammar.build_held(schemas, strict, max_calls=max_calls) if grammar.is_own else None
+    return _Grammar(chat, token_ids).build_held(schemas, strict, max_calls=max_calls)
 
 
 class _Grammar:
@@ -208,14 +208,10 @@ class _Grammar:
         self._free_rule = ""
         pattern = "|".join(re.escape(marker) for marker in sorted(token_ids, key=len, reverse=True))
         self._split: Callable[[str], list[str]] = re.compile(f"({pattern})").split if pattern else lambda text: [text]
-        self._gemma = GemmaArguments(GrammarParts(self._text, self._json, self._value_text, self._add))
+        parts = GrammarParts(self._text, self._json, self._value_text, self._add)
+        self._gemma, self._python = GemmaArguments(parts), PythonArguments(parts)
         name = chat.tools.name
         self._written = _TEXTS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
-
-    @property
-    def is_own(self) -> bool:
-        """True where the grammar is of the model's own spelling."""
-        return self._written.is_own
 
     def build(self, schemas: Schemas, *, max_calls: int, in_reasoning: bool, may_think: bool) -> str:
         thought = self._thought(in_reasoning) if may_think else ""
@@ -236,9 +232,8 @@ class _Grammar:
         """Terms of the calls, with the rule `call`; None: arguments of any kind."""
         written = self._written
         self._rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in schemas.items())}")
-        most = 1 if written.is_single else max_calls
-        many = f"({self._text(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
-        return f"{self._before_calls()} {self._text(written.begin)} call {many} {self._text(written.end)}"
+        calls = _repeated("call", self._text(written.separator), 1 if written.is_single else max_calls)
+        return f"{self._before_calls()} {self._text(written.begin)} {calls} {self._text(written.end)}"
 
     def build_held(self, schemas: Schemas, strict: Collection[str], *, max_calls: int) -> HeldGrammar:
         written = self._written
@@ -253,16 +248,40 @@ class _Grammar:
             self._call(name, schema if name in strict else None, 0 if written.begin else skip)
             for name, schema in schemas.items()
         )
+        python = self._python_calls(schemas, strict) if written.has_python else ""
         start = f"{begin} call"
         if written.begin:
             # Other formats begin each call with the marker.
-            many = f"({self._text(written.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
-            start = f"{begin} {self._text(first[skip:])} call {many} {self._text(written.end)}"
+            block = _repeated("call", self._text(written.separator), max_calls)
+            if python:
+                block = f"({block} | {_repeated('python', self._text(written.separator), max_calls)})"
+            start = f"{begin} {self._text(first[skip:])} {block} {self._text(written.end)}"
+        elif python:
+            start += f" | {self._text('[')} {_repeated('python', self._text(', '), max_calls)} {self._text(']')}"
         rules = [f"start: {start}", f"call: {calls}", "WHITE: /[ \\n]{1,2}/", *self._rules]
-        return HeldGrammar(
-            (marker,) if marker else tuple(self._head(name, upto_name=True) for name in schemas),
-            "\n".join(rules) + "\n",
-        )
+        if python:
+            rules.append(f"python: {python}")
+        return HeldGrammar((marker,) if marker else self._heads(schemas), "\n".join(rules) + "\n")
+
+    def _heads(self, schemas: Schemas) -> tuple[str, ...]:
+        """Beginnings of a call in a format without a marker."""
+        objects = [self._head(name, upto_name=True) for name in schemas]
+        named = [name for name, schema in schemas.items() if self._written.has_python and takes_python(name, schema)]
+        return (*objects, *(f"[{name}(" for name in named))
+
+    def _python_calls(self, schemas: Schemas, strict: Collection[str]) -> str:
+        """Terms of a call as Python writes it; empty where no tool can be called so."""
+        calls, free = [], ""
+        for name, schema in schemas.items():
+            if not takes_python(name, schema):
+                continue
+            if name not in strict and not free:
+                # All tools share it, as they share `_free_arguments`.
+                free = "python_free"
+                self._rules.append(f"{free}: {self._python.free(_ANY_TOOL)}")
+            arguments = self._python.of(_closed(schema), name) if name in strict else free
+            calls.append(f"{self._text(f'{name}(')} {arguments}")
+        return " | ".join(calls)
 
     def _head(self, name: str, *, upto_name: bool = False) -> str:
         # In JSON the name stands in quotes: a quote in it would end it.
@@ -440,6 +459,11 @@ class _Grammar:
             elif part:
                 terms.append(_literal(part))
         return " ".join(terms)
+
+
+def _repeated(rule: str, separator: str, most: int) -> str:
+    """Terms of one to `most` of a rule."""
+    return f"{rule} ({separator} {rule}){{0,{most - 1}}}" if most > 1 else rule
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:

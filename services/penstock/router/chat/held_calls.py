@@ -12,11 +12,9 @@ from penstock.v1 import generation_pb2
 
 def call_grammar_message(
     chat: ChatFormat, schemas: Schemas, strict: Collection[str], token_ids: Mapping[str, int], *, max_calls: int
-) -> generation_pb2.CallGrammar | None:
+) -> generation_pb2.CallGrammar:
     """Return the message; see `held_grammar`."""
     held = held_grammar(chat, schemas, strict, token_ids, max_calls=max_calls)
-    if held is None:
-        return None
     return generation_pb2.CallGrammar(
         opens=held.opens,
         grammar=held.grammar,

@@ -225,11 +225,10 @@ def test_a_forced_call_is_whole_within_its_limit(name: str) -> None:
             jsonschema.validate(arguments, TOOL["write_file"])
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "harmony"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "harmony", "lfm2"])
 def test_a_call_by_choice_is_whole_within_the_limit_of_its_answer(name: str) -> None:
     chat = choose_format("", name, "none")
     grammar = held_grammar(chat, TOOL, ["write_file"], markers(name), max_calls=4)
-    assert grammar is not None
     begin = "<|start|>assistant" if name == "harmony" else "I will write that file now. "
     answer, state = drawn(held(grammar), 300, 1, begin + grammar.opens[0])
     assert state.is_cut

@@ -110,6 +110,13 @@ EXAMPLES = [
         '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|tool_call_end|>',
         [OSLO],
     ),
+    # Words of Python's own, and a hyphen, as keys; JSON's escapes, and some that neither language has.
+    Example(
+        "lfm2",
+        r"""<|tool_call_start|>[search(from="a\/\ud83d\ude00", content-type='\d, "x"', class={"k": [null, "\\"]})]"""
+        "<|tool_call_end|>",
+        [("search", {"from": "a/\U0001f600", "content-type": '\\d, "x"', "class": {"k": [None, "\\"]}})],
+    ),
     Example(
         "deepseek_v4",
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'

@@ -27,8 +27,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "get": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 HARMONY = "<|channel|>final<|message|>Well, let me see.<|end|><|start|>assistant"
-# LFM2 writes calls as Python: there is no grammar of these.
-NAMES = [row.name for row in TOOLS if row.name != "lfm2"]
+NAMES = [row.name for row in TOOLS]
 HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -36,9 +35,7 @@ def grammar_of(name: str, *strict: str, max_calls: int = 3) -> HeldGrammar:
     chat = choose_format("", name, "none")
     ids = {marker: ids_of(marker) for marker in chat.kept_for(with_tools=True)}
     token_ids = {marker: found[0] for marker, found in ids.items() if len(found) == 1}
-    made = held_grammar(chat, SCHEMAS, strict, token_ids, max_calls=max_calls)
-    assert made is not None
-    return made
+    return held_grammar(chat, SCHEMAS, strict, token_ids, max_calls=max_calls)
 
 
 def state_of(name: str, *strict: str, thought: Thought | None = None) -> HeldCalls:
@@ -63,11 +60,14 @@ def calls_of(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 def drawn(name: str, seed: int, *strict: str) -> str:
     """Text before a marker, the marker, and a call drawn from all that is allowed, until the text is free again."""
     draw, state, made = random.Random(seed), state_of(name, *strict), grammar_of(name, *strict)
-    ids = ids_of(HARMONY if name == "harmony" else "Well, let me see. ")
+    marker = draw.choice(made.opens)
+    # Behind text, Llama 4's list of calls is one after its tag alone.
+    before = "Well, let me see. " + ("<|python_start|>" if marker.startswith("[") and name == "llama4" else "")
+    ids = ids_of(HARMONY if name == "harmony" else before)
     assert all(state.advance(token_id) and state.is_free for token_id in ids)
-    marker = ids_of(draw.choice(made.opens))
-    assert all(state.advance(token_id) for token_id in marker)
-    ids += marker
+    marker_ids = ids_of(marker)
+    assert all(state.advance(token_id) for token_id in marker_ids)
+    ids += marker_ids
     while not state.is_free:
         assert len(ids) < 6000
         ids.append(draw.choice(sorted(allowed(state))))
@@ -81,7 +81,6 @@ def test_tools_without_strict_share_one_grammar_of_any_arguments(name: str) -> N
     chat = choose_format("", name, "none")
     schemas = {f"tool_{number}": SCHEMAS["get_weather"] for number in range(100)}
     made = held_grammar(chat, schemas, (), {}, max_calls=3)
-    assert made is not None
     # Any JSON takes a second to compile, and for each tool again.
     assert made.grammar.count("%json") + made.grammar.count("%text") <= 2
     assert compiled(lark(made.grammar))
@@ -111,6 +110,7 @@ def test_arguments_of_a_tool_that_is_not_strict_are_any(name: str) -> None:
         "phi4": '<|tool_call|>[{"name": "get", "arguments": {"x": [1]}}]<|/tool_call|>',
         "llama3": '{"name": "get", "parameters": {"x": [1]}}',
         "llama4": '{"name": "get", "parameters": {"x": [1]}}',
+        "lfm2": "<|tool_call_start|>[get(x=[1])]<|tool_call_end|>",
         "mistral": '[TOOL_CALLS] [{"name": "get", "arguments": {"x": [1]}}]',
         "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
         '{"x": [1]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
@@ -217,3 +217,77 @@ def test_gemmas_values_within_values_are_free_where_its_tool_is_not_strict() -> 
     assert all(state.advance(token_id) for token_id in ids_of(text))
     assert state.is_done
     assert calls_of("gemma4", text) == ("", [("get", {"x": [1, {"a": 'b, "c"}', "d": {}}], "y": None})])
+
+
+# How a list of calls as Python writes them begins and ends.
+LISTS = {"lfm2": ("<|tool_call_start|>[", "]<|tool_call_end|>"), "llama4": ("[", "]")}
+
+
+def takes(name: str, text: str, *strict: str) -> bool:
+    begin, end = LISTS[name]
+    state = compiled(lark(grammar_of(name, *strict).grammar)).start(EOS)
+    return all(state.advance(token_id) for token_id in ids_of(f"{begin}{text}{end}")) and state.is_done
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_calls_as_python_writes_them_are_held(name: str) -> None:
+    begin, end = LISTS[name]
+    calls = {
+        "get_weather(city='Oslo', days=3), get()": [("get_weather", {"city": "Oslo", "days": 3}), ("get", {})],
+        'get_weather(city="São Paulo")': [("get_weather", {"city": "São Paulo"})],
+    }
+    for text, meant in calls.items():
+        assert takes(name, text, "get", "get_weather")
+        assert calls_of(name, f"{begin}{text}{end}") == ("", meant)
+    for wrong in ("rm()", "get(x=1)", "get_weather()", "get_weather(city='Rome')", "get_weather(city='Oslo', days=10)"):
+        assert not takes(name, wrong, "get", "get_weather"), wrong
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_pythons_values_are_free_where_its_tool_is_not_strict(name: str) -> None:
+    begin, end = LISTS[name]
+    text = """get(x=[1, {'a': 'b "c"', "d": {}}], from="it's", on=True, content-type=None)"""
+    meant = {"x": [1, {"a": 'b "c"', "d": {}}], "from": "it's", "on": True, "content-type": None}
+    assert takes(name, text)
+    assert calls_of(name, f"{begin}{text}{end}") == ("", [("get", meant)])
+
+
+def test_a_model_that_is_asked_for_json_writes_lfm2s_calls_so() -> None:
+    text = '{"name": "get_weather", "arguments": {"city": "Oslo"}}, {"name": "get", "arguments": {}}'
+    assert takes("lfm2", text, "get", "get_weather")
+
+
+def test_a_strict_tool_has_values_of_every_kind_in_pythons_spelling() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "number"}, "on": {"type": "boolean"}}, "required": ["x"]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "points": {"type": "array", "items": point, "minItems": 1},
+            "note": {"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, {"type": "null"}]},
+            "class": {"enum": [1, "a", True]},
+        },
+        "required": ["points"],
+    }
+    made = held_grammar(choose_format("", "lfm2", "none"), {"plot": schema}, ["plot"], {}, max_calls=1)
+    grammar = compiled(lark(made.grammar))
+
+    def obeys(arguments: str) -> bool:
+        state = grammar.start(EOS)
+        text = f"<|tool_call_start|>[plot({arguments})]<|tool_call_end|>"
+        return all(state.advance(token_id) for token_id in ids_of(text)) and state.is_done
+
+    for arguments in (
+        'points=[{"x": 1.5, "on": True}, {\'x\': -2}], note=None, class="a"',
+        'points=[{"x":1,"on":false}],note="ab"',
+        'points=[{"x": 1}], class=1',
+    ):
+        assert obeys(arguments), arguments
+    for arguments in ("points=[]", 'points=[{"on": True}]', 'points=[{"x": 1}], note="A"', "points=[{'x': '1'}]", ""):
+        assert not obeys(arguments), arguments
+
+
+def test_a_tool_that_python_cannot_name_is_called_as_an_object() -> None:
+    schemas = {"odd name": {"type": "object", "properties": {}}, "odd": {"properties": {"a b": {"type": "string"}}}}
+    made = held_grammar(choose_format("", "lfm2", "none"), schemas, list(schemas), {}, max_calls=1)
+    assert compiled(lark(made.grammar))
+    assert "odd(" not in made.grammar
