@@ -73,8 +73,11 @@ class ShortEnds:
         for _ in range(_TRIES):
             started = time.thread_time()
             shortest = self.find(matcher, _MOST_TOKENS)
+            if shortest is None:
+                # Nor would another search find one.
+                break
             if time.thread_time() - started <= _MOST_SECONDS:
-                self.shortest = None if shortest is None else len(shortest)
+                self.shortest = len(shortest)
                 break
 
     def find(self, matcher: LLMatcher, most: int) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import string
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -330,3 +331,13 @@ def test_a_call_is_one_call_with_no_more_arguments_than_it_needs(name: str) -> N
     assert found is not None
     ((called, arguments),) = call_of(name, grammar_tokenizer().native.decode_str(list(found)))
     assert (called, arguments.keys()) == ("write_file", {"path", "text", "mode"})
+
+
+def test_a_grammar_without_a_short_end_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    monkeypatch.setattr(ShortEnds, "find", lambda _ends, _matcher, most: searches.append(most))
+    # Each search takes too long.
+    monkeypatch.setattr(time, "thread_time", itertools.count().__next__)
+    text = "start: /[a-z]{600}/"
+    assert ShortEnds(grammar_tokenizer(), new_matcher(grammar_tokenizer(), text), text).shortest is None
+    assert len(searches) == 1
