@@ -23,9 +23,9 @@ from penstock.generation.models.input_importance import NUM_IDS, SEED, SEQUENCE
 _log = get_logger("penstock.generation")
 # Raise it when the same checkpoint would get other numbers.
 _VERSION = 1
-# Files that are kept: those that were used last. One has about as many numbers as a checkpoint has inputs, a MiB or two
-# for billions of weights.
-MOST_FILES = 32
+# Files that are kept: those that were used last. No option: a file has as many numbers as a checkpoint has inputs, a
+# MiB or two for billions of weights, so that all of them fill no disk, and one that has gone is measured again.
+_MOST_FILES = 32
 
 
 def kept(
@@ -34,7 +34,7 @@ def kept(
     dtype: torch.dtype,
     measure: Callable[[], dict[str, Tensor]],
     *,
-    most_files: int = MOST_FILES,
+    most_files: int = _MOST_FILES,
 ) -> dict[str, Tensor]:
     """Return the importance of the checkpoint in `folder` in a model of `dtype`: from the folder `cache`, or by
     `measure`, which is kept there. A file that cannot be read or written is no error."""

@@ -247,7 +247,7 @@ class EngineLLM:
     def get_output_tensors(
         self, graph_name: str, tensor_name: str | int | None = None, stage: int = 0
     ) -> dict[int, Any]:
-        """Return the names of the outputs, as `get_input_tensors` does those of the inputs."""
+        """Return the stage's output tensors, as `get_input_tensors` does those of the input."""
         return self._tensors(graph_name, tensor_name, stage, is_input=False)
 
     def get_input_tensor(self, graph_name: str, index: int, stage: int = 0) -> Any:
