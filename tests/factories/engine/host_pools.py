@@ -5,8 +5,6 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from factories.engine.fake_engine import engine_config
-from hypothesis import strategies as st
 from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP, EngineConfig
 from penstock.generation.engine.group import SequenceGroup
 from penstock.generation.engine.swap_or_recompute import SwapPolicy
@@ -22,13 +20,6 @@ HOSTS: tuple[tuple[int, str, bool], ...] = (
     (400, AUTO, True),
     (400, RECOMPUTE, True),
 )
-
-
-def configs_with_hosts(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[EngineConfig]:
-    """Configurations of any of HOSTS; `fields` are those of `engine_config`."""
-    return st.builds(
-        lambda host, **other: engine_config(**host_fields(*host), **other), st.sampled_from(HOSTS), **fields
-    )
 
 
 def host_fields(blocks: int, way: str, keeps_prefixes: bool = True) -> dict[str, Any]:
