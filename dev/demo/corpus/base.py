@@ -1,7 +1,7 @@
 """Parts of every family of the demo corpus: turns, the split, and small text variations."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -81,9 +81,3 @@ def vary(rng: Random, question: str) -> str:
     elif draw < 0.32 and question[-1] in "?.!":
         question = question[:-1] + ", please" + question[-1]
     return question
-
-
-def pick(rng: Random, options: Sequence[str], *, held_out: bool, prefix: str, one_in: int = 10) -> str:
-    """One option of the wanted side of the split, keyed by `prefix` and the option itself."""
-    side = [option for option in options if is_held_out(prefix + option, one_in) == held_out]
-    return rng.choice(side or list(options))

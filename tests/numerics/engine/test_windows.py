@@ -133,7 +133,8 @@ def test_answers_do_not_depend_on_others_beside_them(native: LanguageModel) -> N
 def check_memory(model: LanguageModel, prompt: list[int], new_tokens: int) -> dict[int, list[int]]:
     """Check that a pool of no more than a window and a step's rows is enough. Return the ids."""
     # Without a prefix cache, so that what is given back is free at once, and spoilt.
-    most = replace(CONFIG, window=window_of(model)).blocks_of_window
+    group = replace(CONFIG, window=window_of(model)).block_groups[0]
+    most = group.most_blocks(CONFIG.max_batch_tokens, CONFIG.block_size)
     config = replace(CONFIG, num_blocks=most, prefix_cache=False)
     engine = model_engine(model, config)
     poison = Poisoning(engine)

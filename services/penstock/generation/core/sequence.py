@@ -85,11 +85,6 @@ class Sequence:
     embeds: PromptEmbeds | None = None
 
     @property
-    def num_released_blocks(self) -> int:
-        """Number of leading blocks that are freed in the first group of layers."""
-        return self.tables[0].num_released if self.tables else 0
-
-    @property
     def held_blocks(self) -> list[int]:
         """Blocks that it holds in all groups, each bundle by its first: a table itself, or a copy."""
         if len(self.tables) == 1:

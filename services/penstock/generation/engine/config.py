@@ -249,11 +249,6 @@ class EngineConfig(EngineOptions):
         """Blocks in which all groups keep a block of tokens."""
         return sum(group.num_blocks for group in self.block_groups)
 
-    @property
-    def blocks_of_window(self) -> int:
-        """Most blocks that a sequence holds in the first group if that has a span."""
-        return self.block_groups[0].most_blocks(self.max_batch_tokens, self.block_size)
-
     def blocks_needed(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> int:
         """Most blocks that a request can ever hold: full prompt blocks once, the rest per sequence.
 

@@ -37,8 +37,6 @@ _BLOCK_SIZE = 16
 # An expert that fewer rows reach has the inputs of all.
 _LEAST_ROWS = 16
 
-Importance = Mapping[str, Tensor]
-
 
 @torch.inference_mode()
 def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: Device) -> dict[str, Tensor]:
