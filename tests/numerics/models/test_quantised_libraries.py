@@ -191,7 +191,7 @@ def test_compressed_tensors(tmp_path: Path, name: str) -> None:
 
 
 def _nvfp4_numbers(packed: dict[str, Tensor], args: Any) -> Tensor:
-    """What `decompress` does, in float32: it rounds its numbers to bfloat16."""
+    """Return what `decompress` does, in float32: it rounds its numbers to bfloat16."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 

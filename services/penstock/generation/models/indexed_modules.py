@@ -78,8 +78,8 @@ class _StepKeys:
 
 
 class _ContextKeys:
-    """A cache that has the index keys of the contexts of some sequences. `writes`: it takes those of the step first,
-    whose rows are all of these sequences."""
+    """A cache that has the index keys of the contexts of some sequences. `writes`: it takes those of the step first.
+    All rows of the step are of these sequences then."""
 
     def __init__(self, place: int, batch: _Batch, step: PagedStep, *, writes: bool) -> None:
         self._place, self._batch, self._step, self._writes = place, batch, step, writes

@@ -85,7 +85,7 @@ def _shortened(own: _Scan) -> _Scan:
 
 
 def chunk_length(rows: int, own: int) -> int:
-    """Return the number of rows of a chunk for so many rows, where the module's `own` is no shorter."""
+    """Return the number of rows of a chunk for `rows` rows, where the module's `own` is no shorter."""
     whole = 1 << (rows - 1).bit_length()
     return min(own, whole, _MOST if rows <= _LONG else _MOST_OF_LONG)
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
 from penstock.generation.layers.linear.base import Linear, NotFinite
-from penstock.generation.models.expert_forms import in_place_of, usual_form
 from penstock.generation.models.expert_module import ExpertModule, activation_of, has_known_experts
+from penstock.generation.models.foreign_experts import in_place_of, usual_form
 
 if TYPE_CHECKING:
     from penstock.generation.layers.layer_kernels import LayerKernels

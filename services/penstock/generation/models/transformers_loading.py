@@ -20,7 +20,7 @@ from penstock.generation.attention.state_pool import state_bytes
 from penstock.generation.attention.transformers_interface import SeesLaterRows, UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
-from penstock.generation.models.expert_forms import mix_without_sorting
+from penstock.generation.models.foreign_experts import mix_without_sorting
 from penstock.generation.models.indexed_modules import PagedIndexers
 from penstock.generation.models.module_scans import shorten_scans
 from penstock.generation.models.module_states import move_states

@@ -19,7 +19,7 @@ from penstock.router.engines.engine_calls import EngineCalls
 from penstock.router.engines.engine_codec import EngineCodec
 from penstock.router.engines.engine_model import EngineModel, known_ids, read_model
 from penstock.router.engines.engine_request import lacking, resolve_request
-from penstock.router.engines.engine_services import EngineFacts, EngineLoad
+from penstock.router.engines.engine_services import EngineFacts, ToldLoad
 from penstock.router.engines.engine_session import EngineSession
 from penstock.router.engines.tokenizer_bundle import BundleFacts, read_bundle
 from penstock.serving.transport import Channel, StreamCall
@@ -74,7 +74,6 @@ class EngineConnection:
 
     @property
     def keeps_salts(self) -> bool:
-        """See BackendConnection."""
         return self._codec.keeps_salts
 
     async def until_serving(self, on_starting: Callable[[], object]) -> bool:
@@ -131,7 +130,7 @@ class EngineConnection:
     async def _loads(self) -> AsyncGenerator[admin_pb2.Load]:
         while True:
             # One that does not tell has what this router sent.
-            told = await self._services.load() or EngineLoad()
+            told = await self._services.load() or ToldLoad()
             usage = told.kv_usage
             ours = self._session.num_calls if self._session is not None else 0
             yield admin_pb2.Load(

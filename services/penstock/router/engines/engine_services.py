@@ -34,7 +34,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class ToldLoad:
     """Load that an engine tells. `kv_usage` is a share of its KV memory."""
 
     running: int = 0
@@ -51,7 +51,7 @@ class EngineServices(Protocol):
     async def facts(self) -> EngineFacts:
         """Return its facts."""
 
-    async def load(self) -> EngineLoad | None:
+    async def load(self) -> ToldLoad | None:
         """Return its load; None where its protocol does not tell it."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ class SglangCodec:
     name = "SGLang"
     protocol = "sglang.grpc.scheduler.SglangScheduler"
     generate_method = f"/{protocol}/Generate"
-    response = sglang_scheduler_pb2.GenerateResponse
+    response: type[Message] = sglang_scheduler_pb2.GenerateResponse
     max_top_logprobs = 20
     params: frozenset[str] = frozenset(("logit_bias",))
     constraints: frozenset[str] = frozenset(kind.value for kind in _CONSTRAINTS)

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 
 from penstock.engines import smg_common_pb2
-from penstock.router.engines.engine_services import EngineFacts, EngineLoad, standard_health
+from penstock.router.engines.engine_services import EngineFacts, ToldLoad, standard_health
 from penstock.serving.transport import Channel
 
 
@@ -47,7 +47,6 @@ class SmgServices:
         return await standard_health(self._health, self._service, self._timeout) is not False
 
     async def facts(self) -> EngineFacts:
-        """See EngineServices."""
         messages, timeout = self._messages, self._timeout
         told = await self._stub.GetModelInfo(messages.GetModelInfoRequest(), timeout=timeout)
         server = await self._stub.GetServerInfo(messages.GetServerInfoRequest(), timeout=timeout)
@@ -65,38 +64,32 @@ class SmgServices:
             kv_tokens=sum(max(load.max_total_num_tokens, 0) for load in loads.loads),
         )
 
-    async def load(self) -> EngineLoad:
-        """See EngineServices."""
+    async def load(self) -> ToldLoad:
         told = await self._stub.GetLoads(self._messages.GetLoadsRequest(), timeout=self._timeout)
         loads = list(told.loads)
-        return EngineLoad(
+        return ToldLoad(
             running=sum(max(load.num_running_reqs, 0) for load in loads),
             waiting=sum(max(load.num_waiting_reqs, 0) for load in loads),
             kv_usage=max((load.token_usage for load in loads), default=0.0),
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See EngineServices."""
         for request in self._aborts(request_ids):
             await self._stub.Abort(request, timeout=self._timeout)
 
     def generate(self, message: Message, timeout: float | None) -> Any:
-        """See EngineServices."""
         return self._stub.Generate(message, timeout=timeout)
 
     async def embed(
         self, token_ids: Sequence[int], request_id: str, timeout: float | None
     ) -> tuple[Sequence[float], int]:
-        """See EngineServices."""
         message = self._messages.EmbedRequest(request_id=request_id)
         message.tokenized.input_ids.extend(token_ids)
         told = await self._stub.Embed(message, timeout=timeout)
         return told.embedding, told.prompt_tokens
 
     def tokenizer_files(self, timeout: float) -> Any:
-        """See EngineServices."""
         return self._stub.GetTokenizer(smg_common_pb2.GetTokenizerRequest(), timeout=timeout)
 
     def cache_events(self) -> Any:
-        """See EngineServices."""
         return self._stub.SubscribeKvEvents(smg_common_pb2.SubscribeKvEventsRequest())

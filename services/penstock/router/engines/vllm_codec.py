@@ -26,7 +26,7 @@ class VllmCodec:
     name = "vLLM"
     protocol = "vllm.grpc.engine.VllmEngine"
     generate_method = f"/{protocol}/Generate"
-    response = vllm_engine_pb2.GenerateResponse
+    response: type[Message] = vllm_engine_pb2.GenerateResponse
     # One more is asked for, and it takes 20 (--max-logprobs).
     max_top_logprobs = 19
     params: frozenset[str] = frozenset(("logit_bias", "prompt_logprobs"))

@@ -47,7 +47,6 @@ class VllmControl:
         return bool(told)
 
     async def facts(self) -> EngineFacts:
-        """See EngineServices."""
         request = vllm_control_pb2.GetModelInfoRequest()
         model = await self._control.GetModelInfo(request, timeout=self._timeout)
         server = await self._server_info()
@@ -66,12 +65,10 @@ class VllmControl:
         """Return None: the protocol does not tell it."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See EngineServices."""
         request = vllm_control_pb2.AbortRequest(request_ids=request_ids)
         await self._control.Abort(request, timeout=self._timeout)
 
     def generate(self, message: Message, timeout: float | None) -> Any:
-        """See EngineServices."""
         return self._inference.GenerateStream(message, timeout=timeout)
 
     async def embed(

@@ -16,8 +16,8 @@ from penstock.router.engines.vllm_control import INFERENCE_NAME, VllmControl
 from penstock.serving.transport import Channel
 from penstock.v1 import common_pb2
 
-# 0 is a default of the model's file in its protocol: what is off has a value that keeps every token. No vocabulary has
-# so many ids, and no token is so unlikely that a float tells it.
+# 0 is a default of the model's file in its protocol: what is off has a value that keeps every token. No vocabulary is
+# that large, and no token is so unlikely that a float tells it.
 _NO_TOP_K = (1 << 31) - 1
 _NO_MIN_P = 1e-30
 # Above it the engine refuses.
@@ -35,7 +35,7 @@ class VllmInferenceCodec:
     name = "vLLM"
     protocol = INFERENCE_NAME
     generate_method = f"/{INFERENCE_NAME}/GenerateStream"
-    response = vllm_inference_pb2.GenerateResponse
+    response: type[Message] = vllm_inference_pb2.GenerateResponse
     # It takes 20 (--max-logprobs), and the token itself is not one of them.
     max_top_logprobs = 20
     params: frozenset[str] = frozenset(("logit_bias", "prompt_logprobs", "allowed_token_ids"))
@@ -44,17 +44,14 @@ class VllmInferenceCodec:
     keeps_salts = True
 
     def connect(self, channel: Channel, timeout: float) -> VllmControl:
-        """See EngineCodec."""
         return VllmControl(channel, timeout)
 
     def lacks(self, request: EngineRequest) -> tuple[str, str] | None:
-        """See EngineCodec."""
         if request.params.do_sample and request.params.temperature > _MOST_TEMPERATURE:
             return "config.temperature", f"may be at most {_MOST_TEMPERATURE:g} there"
         return None
 
     def generate(self, request: EngineRequest, index: int, request_id: str) -> Message:
-        """See EngineCodec."""
         params, resumed = request.params, request.resumed(index)
         message = vllm_inference_pb2.GenerateRequest(
             request_id=request_id,
@@ -102,7 +99,6 @@ class VllmInferenceCodec:
         return message
 
     def read(self, message: vllm_inference_pb2.GenerateResponse, request: EngineRequest) -> EngineChunk:
-        """See EngineCodec."""
         prompt, params = message.prompt_info, request.params
         chunk = EngineChunk(
             prompt_tokens=prompt.num_prompt_tokens,
@@ -123,7 +119,6 @@ class VllmInferenceCodec:
         return chunk
 
     def score(self, token_ids: Sequence[int], alternatives: int, request_id: str, salt: str) -> Message:
-        """See EngineCodec."""
         message = vllm_inference_pb2.GenerateRequest(
             request_id=request_id,
             temperature=0.0,
@@ -138,7 +133,6 @@ class VllmInferenceCodec:
     def read_scores(
         self, message: vllm_inference_pb2.GenerateResponse, alternatives: int
     ) -> list[common_pb2.PositionLogprobs]:
-        """See EngineCodec."""
         return _of_prompt(message.prompt_info, alternatives)
 
 

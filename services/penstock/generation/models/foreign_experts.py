@@ -1,8 +1,8 @@
-"""Experts of transformers' modules in forms of their own, brought to the one that the others have.
+"""Experts of transformers' modules that are written another way, brought to the one that the others have.
 
 DBRX keeps gates, ups and downs of all experts as three matrices. Some experts of LongCat return their row. Llama 4
 scales an expert's rows, not its results, and computes every expert for every row. JetMoE routes inside of its MLP, and
-gives each row the queries of a few experts, whose outputs it mixes after attention; it sorts rows on the host.
+gives each row the queries of a few experts and mixes their outputs after attention; it sorts rows on the host.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Llama4Experts(nn.Module):
 
 
 class LongcatExperts(nn.Module):
-    """LongCat's experts, of which those from `count` on return their row."""
+    """LongCat's experts: those from `count` on return their row."""
 
     def __init__(self, theirs: Any, experts: ExpertModule) -> None:
         super().__init__()

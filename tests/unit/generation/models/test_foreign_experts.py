@@ -10,8 +10,8 @@ import torch
 from factories.models.model_types import reference_of, tiny_model_type
 from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.generation.core.model_config import ModelRoute
-from penstock.generation.models.expert_forms import JetMoeExperts, Llama4Experts, LongcatExperts
 from penstock.generation.models.expert_module import ExpertModule
+from penstock.generation.models.foreign_experts import JetMoeExperts, Llama4Experts, LongcatExperts
 from penstock.generation.models.registry import load_model
 from penstock.generation.models.transformers_fallback import TransformersModel
 from torch import Tensor
