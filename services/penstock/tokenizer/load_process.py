@@ -102,7 +102,8 @@ class _AddedTokensAlone:
 
 
 def load(folder: Path) -> TokenizerBundle:
-    """Load the folder's tokenizer. Raises transformers' errors; TypeError for a tokenizer without a fast backend."""
+    """Load the folder's tokenizer. Raises transformers' errors; TypeError for a tokenizer without a fast backend;
+    ValueError for one that encodes nothing."""
     from transformers import AutoTokenizer
 
     with _readable(folder) as readable:
@@ -112,6 +113,7 @@ def load(folder: Path) -> TokenizerBundle:
         raise TypeError(f"{type(tokenizer).__name__} has no tokenizers backend")
     backend.no_truncation()
     backend.no_padding()
+    _check_encoding(backend)
     template = tokenizer.chat_template
     limit = tokenizer.model_max_length
     return checked(
@@ -130,6 +132,17 @@ def load(folder: Path) -> TokenizerBundle:
             generation_eos_token_ids=_generation_eos(folder),
         )
     )
+
+
+def _check_encoding(backend: Any) -> None:
+    """Encode a text. Raises ValueError: without a class in tokenizer_config.json transformers makes the one that models
+    of the folder's type have, whatever tokenizer.json is, and gives it that one's special tokens."""
+    try:
+        backend.encode("warm up", add_special_tokens=False)
+    except Exception as error:  # the class of all errors of the tokenizers library
+        raise ValueError(
+            f"it encodes no text ({error}): tokenizer_config.json has no tokenizer_class, or the wrong one"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ others use it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,6 +135,17 @@ class Vocabulary:
         return list(dict.fromkeys(found))
 
 
+def _encoded(run: Callable[..., list[Encoding]], text: str, field: str, *, add_special_tokens: bool) -> Encoding:
+    """Encode one text. Raises InvalidArgument where the vocabulary has neither its parts nor an unknown token."""
+    try:
+        return run([text], add_special_tokens=add_special_tokens)[0]
+    except Exception as error:
+        # The tokenizers library has no class of its own for its errors.
+        if type(error) is not Exception:
+            raise
+        raise InvalidArgument(field, "has text for which the model's tokenizer has no ids") from error
+
+
 class TextTokenizer:
     """Encodes and decodes in one thread."""
 
@@ -146,7 +157,8 @@ class TextTokenizer:
         self._nonce = vocabulary.marks.nonce
 
     def encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoded]:
-        """Encode texts, one Encoded each. Raises InvalidArgument for options that the tokenizer cannot honour."""
+        """Encode texts, one Encoded each. Raises InvalidArgument for options that the tokenizer cannot honour,
+        and for text that it has no ids for."""
         # Texts with marks are refused; without marks the content tokenizer makes no ids of its own.
         tokenizer = self._plain if options.parse_special_tokens else self._content.tokenizer
         if not options.parse_special_tokens and any(self._nonce in text for text in texts):
@@ -155,7 +167,10 @@ class TextTokenizer:
         # encode_batch lets other threads run meanwhile, encode does not. One text at a time, since a batch would spread
         # over every core. The fast form leaves out offsets.
         run = tokenizer.encode_batch if options.return_offsets else tokenizer.encode_batch_fast
-        encodings = [run([text], add_special_tokens=options.add_special_tokens)[0] for text in texts]
+        encodings = [
+            _encoded(run, text, f"texts[{number}]", add_special_tokens=options.add_special_tokens)
+            for number, text in enumerate(texts)
+        ]
         padded = self._pad(encodings, options)
         return [
             Encoded(
@@ -171,7 +186,8 @@ class TextTokenizer:
         """Encode a rendered chat. With `marked`, only its marks become control ids; without it, `text` is parsed."""
         tokenizer = self._plain if marked is None else self._content.tokenizer
         tokenizer.no_truncation()
-        encoding = tokenizer.encode_batch_fast([text if marked is None else marked], add_special_tokens=False)[0]
+        run = tokenizer.encode_batch_fast
+        encoding = _encoded(run, text if marked is None else marked, "messages", add_special_tokens=False)
         ids: list[int] = encoding.ids if marked is None else self._content.ids_of(encoding)
         return ids
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
+from factories.models.byte_tokenizer import save_byte_tokenizer
 from factories.source_tree import ROOT
 from penstock.common.checkpoint import demo_folder
 from penstock.text.tokenizer_json import read_tokenizer_json
@@ -91,3 +92,14 @@ def test_templates_with_names_are_read_whatever_the_ends_are(tmp_path: Path, end
     named.mkdir()
     (named / "tool_use.jinja").write_text("{{ tools }}")
     assert dict(load(tmp_path).templates) == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+
+
+def test_a_tokenizer_that_encodes_nothing_is_told_with_the_file_that_chooses_it(tmp_path: Path) -> None:
+    """Without tokenizer_config.json transformers makes Gemma's own, with an unknown token that the vocabulary lacks."""
+    save_byte_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text", "vocab_size": 256}))
+    with pytest.raises(ValueError, match=r"encodes no text .*tokenizer_config\.json has no tokenizer_class"):
+        load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert load(tmp_path).backend

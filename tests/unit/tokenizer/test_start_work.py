@@ -13,7 +13,7 @@ from factories.models.tokenizer_folders import byte_fallback_tokenizer, detokeni
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.checkpoint import demo_folder
-from penstock.common.errors import StartupError
+from penstock.common.errors import InvalidArgument, StartupError
 from penstock.tokenizer import control_tokens, load_bundle
 from penstock.tokenizer import tokenizer as tokenizer_file
 from penstock.tokenizer.load_bundle import check_folder
@@ -233,3 +233,14 @@ async def test_a_broken_large_file_is_named_as_clearly(tmp_path: Path, parsed: l
     with pytest.raises(StartupError, match=r"tokenizer\.json is not a JSON object; check MODEL"):
         await load_bundle.load_bundle(tmp_path, timeout_seconds=120)
     assert parsed.count("tokenizer.json") == 1
+
+
+def test_a_text_that_the_vocabulary_has_no_ids_for_is_the_callers_to_change() -> None:
+    """A vocabulary without an unknown token: an id of none would be another text."""
+    words = vocabulary_of(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]")))
+    tokenizer = TextTokenizer(words)
+    assert tokenizer.encode(["a"], PLAIN)[0].ids == [0]
+    with pytest.raises(InvalidArgument, match=r"texts\[1\]: has text for which"):
+        tokenizer.encode(["a", "c"], PLAIN)
+    with pytest.raises(InvalidArgument, match="messages: has text for which"):
+        tokenizer.encode_rendered("c", None)
