@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -20,11 +21,14 @@ import psutil
 import pytest
 from factories.wire.conversation import user
 from penstock.cli.progress_display import WORDS
+from penstock.common.ports import NEXT_METRICS_PORTS, ROUTER_METRICS_PORT
 from penstock_client import AsyncClient
 
 TLS_FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
 SMALL = ("--kv-memory", "64MiB", "--threads", "1", "--port", "0", "--metrics-port", "0")
 MAX_LINES = 15
+# Of the router's metrics, where none is given.
+PORTS = (ROUTER_METRICS_PORT, *NEXT_METRICS_PORTS)
 ROLES = ["generation", "router", "tokenizer"]
 
 
@@ -175,6 +179,25 @@ async def test_a_taken_port_is_reported_before_anything_is_loaded(flag: str) -> 
         stdout, stderr = await tree.process.communicate()
         assert (tree.process.returncode, stdout) == (2, b"")
         assert flag.encode() in stderr
+
+
+async def test_a_second_tree_beside_a_first_has_the_next_free_port_for_its_metrics() -> None:
+    """The usual one is also that of Prometheus's own exporter of machines."""
+    async with serve("--metrics-port", "auto") as first, serve("--metrics-port", "auto") as second:
+        pages: list[str] = []
+        for tree in (first, second):
+            await tree.ready()
+            (line,) = [one for one in tree.lines if one.startswith("metrics: ")]
+            (page,) = re.findall(rf"http://127\.0\.0\.1:(?:{'|'.join(map(str, PORTS))})/metrics", line)
+            pages.append(page)
+            answer = await asyncio.to_thread(urllib.request.urlopen, pages[-1], timeout=60)
+            with answer:
+                assert b"penstock_router_" in answer.read()
+        ports = [int(page.removesuffix("/metrics").rpartition(":")[2]) for page in pages]
+        assert len(set(ports)) == 2
+        shown = [one for tree in (first, second) for one in tree.lines if one.startswith("metrics: ")]
+        moved = f" (port {ROUTER_METRICS_PORT} is taken)"
+        assert [one.endswith(moved) for one in shown] == [port != ROUTER_METRICS_PORT for port in ports]
 
 
 async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:

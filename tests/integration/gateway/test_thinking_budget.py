@@ -60,3 +60,36 @@ def test_anthropics_budget_is_kept(served: Served) -> None:
 def test_the_effort_none_closes_the_thought_at_once(served: Served) -> None:
     assert thought_of(served, reasoning_effort="none") == ("", 0)
     assert thought_of(served, reasoning_effort="low")[0] == thought_of(served)[0], "a budget larger than the thought"
+
+
+def test_every_answer_of_several_has_the_budget_to_itself(served: Served) -> None:
+    """Drawn, so that the answers differ: each thought is cut at its own third token."""
+    drawn = {"temperature": 1.5, "seed": 11, "n": 3}
+    answer = served.json("/v1/chat/completions", {**CHAT, **drawn, "thinking_budget_tokens": 3})
+    thoughts = [choice["message"]["reasoning_content"] for choice in answer["choices"]]
+    free = served.json("/v1/chat/completions", {**CHAT, **drawn})
+    longer = [choice["message"]["reasoning_content"] for choice in free["choices"]]
+    assert len(thoughts) == 3
+    assert all(whole.startswith(cut) and whole != cut for cut, whole in zip(thoughts, longer, strict=True))
+    total = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert abs(total - 9) <= 3 * _SHARED
+    body = {**CHAT, **drawn, "thinking_budget_tokens": 3, "stream": True}
+    streamed = dict.fromkeys(range(3), "")
+    for chunk in served.events("/v1/chat/completions", body):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("reasoning_content") or ""
+    assert list(streamed.values()) == thoughts
+
+
+def test_an_effort_of_a_response_is_that_of_a_chat(served: Served) -> None:
+    body = {"model": "", "input": "What is 2 + 3?", "temperature": 0, "max_output_tokens": 200}
+    body["chat_template_kwargs"] = {"enable_thinking": True}
+
+    def told(effort: str) -> tuple[str, int]:
+        answer = served.json("/v1/responses", {**body, "reasoning": {"effort": effort}})
+        assert answer["reasoning"]["effort"] == effort
+        parts = [part["text"] for item in answer["output"] if item["type"] == "reasoning" for part in item["content"]]
+        return "".join(parts), answer["usage"]["output_tokens_details"]["reasoning_tokens"]
+
+    assert told("none") == ("", 0)
+    assert told("low") == thought_of(served)
