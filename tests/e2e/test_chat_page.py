@@ -459,3 +459,63 @@ def test_a_phone_shows_compared_answers_below_each_other(browser: Browser, url: 
     assert first["x"] == second["x"]
     assert first["y"] + first["height"] <= second["y"]
     reader.page.context.close()
+
+
+# A phone's window, and what a finger needs (WCAG 2.5.5).
+PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+FINGER = 44
+# Links within a text are exempt; the label of a switch is its target.
+TARGETS = 'button, select, summary, textarea, input:not([type="checkbox"], [type="file"]), .switch label[for]'
+SMALL = """targets => targets.filter(one => one.checkVisibility({visibilityProperty: true})).map(one => {
+  const box = one.getBoundingClientRect();
+  return [one.outerHTML.slice(0, 120), box.width, box.height];
+})"""
+
+
+def small_targets(reader: Reader) -> list[tuple[str, float, float]]:
+    """What is shown and smaller than a finger needs, with its size."""
+    shown = reader.page.locator(TARGETS).evaluate_all(SMALL)
+    assert len(shown) > 5
+    # Half a pixel is rounding.
+    return [(text, width, height) for text, width, height in shown if min(width, height) < FINGER - 0.5]
+
+
+def test_a_finger_finds_44_pixels_on_a_phone(browser: Browser, url: str) -> None:
+    reader = Reader.open(browser, url, **PHONE)
+    assert small_targets(reader) == []
+    settings = reader.page.get_by_role("button", name="Settings", exact=True)
+    settings.click()
+    reader.set("temperature", "0.5")
+    reader.page.get_by_role("searchbox", name="Search options").fill("")
+    for part in ("system", "structure", "tools"):
+        reader.part(part)
+    assert small_targets(reader) == []
+    reader.page.get_by_role("button", name="Close the settings").click()
+    reader.ask(QUESTION)
+    reader.answers.last.locator(".timings summary").click()
+    # Also on a phone.
+    expect(reader.page.get_by_text("Context: ")).to_be_visible()
+    assert small_targets(reader) == []
+    reader.page.get_by_role("button", name="Conversations", exact=True).click()
+    expect(reader.page.locator("#side .row-ways button").first).to_be_visible()
+    assert small_targets(reader) == []
+    reader.page.context.close()
+
+
+def test_a_wide_table_scrolls_on_a_phone_and_breaks_no_word(browser: Browser, url: str) -> None:
+    words = ["Internationalisation", "Telecommunications", "Misunderstandings", "Characteristics"]
+    rows = [words, ["---"] * 4, words[::-1]]
+    reader = Reader.open(browser, url, **PHONE)
+    reader.page.get_by_role("button", name="Settings", exact=True).click()
+    table_text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    reader.structure("regex", re.escape(table_text).replace("\\\n", "\\n").replace("\\ ", " "))
+    reader.page.get_by_role("button", name="Close the settings").click()
+    table = reader.ask("Say it").locator(f"{SAID} .table")
+    expect(table.locator("td")).to_have_text(words[::-1])
+    assert table.evaluate("element => element.scrollWidth > element.clientWidth")
+    box = box_of(table)
+    assert box["x"] + box["width"] <= 360
+    # Rectangles of a cell's text: one for each line.
+    lines = "one => (range => (range.selectNodeContents(one), range.getClientRects().length))(document.createRange())"
+    assert [cell.evaluate(lines) for cell in table.locator("th, td").all()] == [1] * 8
+    reader.page.context.close()
