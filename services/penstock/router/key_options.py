@@ -18,7 +18,8 @@ class KeyOptions:
         None,
         "File of keys (TOML): callers must send one of them as bearer token. Each key has scopes, models, rates, "
         "tokens a day and an expiry of its own (docs/guide/keys.md). It is read again when it changes, and on SIGHUP. "
-        "Tokens of --auth-token-file are accepted beside keys, without bounds.",
+        "Rates count in each process of a router, tokens a day in the ledger. Tokens of --auth-token-file are accepted "
+        "beside keys, without bounds.",
         group=KEYS,
         metavar="FILE",
     )

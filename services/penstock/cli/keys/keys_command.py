@@ -70,16 +70,32 @@ class AddKeyConfig:
         (), "Adapters that it may use; by default all.", group=BOUNDS, env="PENSTOCK_KEYS_ADAPTERS"
     )
     requests_per_minute: int | None = option(
-        None, "Requests a minute.", group=BOUNDS, env="PENSTOCK_KEYS_REQUESTS_PER_MINUTE", minimum=1
+        None,
+        "Requests a minute, at each router process.",
+        group=BOUNDS,
+        env="PENSTOCK_KEYS_REQUESTS_PER_MINUTE",
+        minimum=1,
     )
     tokens_per_minute: int | None = option(
-        None, "Tokens a minute, of prompts and answers.", group=BOUNDS, env="PENSTOCK_KEYS_TOKENS_PER_MINUTE", minimum=1
+        None,
+        "Tokens a minute, of prompts and answers, at each router process.",
+        group=BOUNDS,
+        env="PENSTOCK_KEYS_TOKENS_PER_MINUTE",
+        minimum=1,
     )
     concurrent_requests: int | None = option(
-        None, "Requests at once.", group=BOUNDS, env="PENSTOCK_KEYS_CONCURRENT_REQUESTS", minimum=1
+        None,
+        "Requests at once, at each router process.",
+        group=BOUNDS,
+        env="PENSTOCK_KEYS_CONCURRENT_REQUESTS",
+        minimum=1,
     )
     tokens_per_day: int | None = option(
-        None, "Tokens a day (UTC), of prompts and answers.", group=BOUNDS, env="PENSTOCK_KEYS_TOKENS_PER_DAY", minimum=1
+        None,
+        "Tokens a day (UTC), of prompts and answers, at all routers that share a ledger.",
+        group=BOUNDS,
+        env="PENSTOCK_KEYS_TOKENS_PER_DAY",
+        minimum=1,
     )
     expires: str | None = option(
         None,
