@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tools.release import (
+    advisories,
     bill_of_materials,
     foreign_packages,
     images,
@@ -51,6 +52,8 @@ class ReleaseBuild:
         self._checkout, self._out, self._version, self._without = checkout, out, version, without
         self._seconds = checkout.commit_seconds
         self.not_made: dict[str, str] = {}
+        # Known ones, of packages that an installation brings.
+        self.weaknesses: list[str] = []
 
     def make_all(self) -> None:
         """Make, judge and list. Raises an exception of the step that fails, which has told why."""
@@ -131,10 +134,18 @@ class ReleaseBuild:
                     extra = "[all]" if name == "penstock" and "penstock-kernels" in wheels else ""
                     place.install(f"{name}{extra}=={self._version}")
                     bill = bill_of_materials.bill_of_package(artefact, name, self._version, place.python)
+                    if name == "penstock":
+                        self._audit(place.installed())
             else:
                 bill = bill_of_materials.bill_of_archive(artefact, name, self._version)
             bill_of_materials.check(bill)
             (self._out / f"{artefact.name}.cdx.json").write_text(bill, encoding="utf-8")
+
+    def _audit(self, installed: dict[str, str]) -> None:
+        try:
+            self.weaknesses = advisories.known_weaknesses(installed)
+        except advisories.NotAnswered as reason:
+            self.not_made["search for known weaknesses"] = str(reason)
 
     def _digests(self) -> dict[str, str]:
         """SHA-256 of every file, by name."""
@@ -166,6 +177,10 @@ def main() -> int:
         _list(out)
         for what, reason in build.not_made.items():
             print(f"not made: {what}: {reason}")
+        for weakness in build.weaknesses:
+            print(f"known weakness: {weakness}")
+        if arguments.final and build.weaknesses:
+            return _refuse("packages that it brings have known weaknesses; nothing was committed")
         if "trial" not in arguments.without and (code := _try(out)) != 0:
             return _refuse(f"the trial of the artefacts failed ({code}); nothing was committed")
         if arguments.final:
