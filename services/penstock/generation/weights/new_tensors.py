@@ -14,7 +14,7 @@ from penstock.common.dtypes import COMPUTED, dtype_name
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.weight_tensor import TensorSpec
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
-from penstock.generation.layers.linear.base import WholeRows
+from penstock.generation.weights.plain_tensors import PlainTensors
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, joint_tensors, tensor_shapes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_specs(specs: Sequence[TensorSpec], config: ModelConfig) -> None:
             raise InvalidArgument("tensors", f"must have {', '.join(missing)} beside {given}: they run as one product")
 
 
-class NewTensors:
+class NewTensors(PlainTensors):
     """Checked tensors in memory: a `checkpoint_weights.TensorSource`."""
 
     # Where a checkpoint's errors name its folder.
@@ -110,24 +110,6 @@ class NewTensors:
 
     def are_equal(self, one: str, other: str) -> bool:
         return torch.equal(self._tensors[one], self._tensors[other])
-
-    def is_quantised(self, tensor: str) -> bool:
-        return False
-
-    def form(self, tensor: str) -> str:
-        return ""
-
-    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        raise TypeError("tensors that are given have no form of whole numbers")
-
-    def block_type(self, tensor: str) -> str:
-        return ""
-
-    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        raise TypeError("tensors that are given have no blocks")
-
-    def block_row(self, tensor: str, number: int) -> Tensor:
-        raise TypeError("tensors that are given have no blocks")
 
 
 class WeightIntake:

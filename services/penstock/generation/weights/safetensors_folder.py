@@ -22,7 +22,6 @@ from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
 from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.host.mapped import MappedFile
-from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.weights.files import (
     IGNORED_SUFFIX,
     INDEX_FILE,
@@ -32,6 +31,7 @@ from penstock.generation.weights.files import (
     read_header,
     stored_tensors,
 )
+from penstock.generation.weights.plain_tensors import PlainTensors
 
 # Pages that were read stay resident until their mapping goes.
 RELEASE_BYTES = 2**25
@@ -41,7 +41,7 @@ PIECE_BYTES = 2**24
 _MAX_NAMED = 5
 
 
-class Checkpoint:
+class Checkpoint(PlainTensors):
     """The tensors of one model folder, a TensorSource."""
 
     def __init__(self, folder: Path, progress: CountBytes | None = None) -> None:
@@ -197,25 +197,6 @@ class Checkpoint:
             return False
         pairs = zip(self.pieces(one), self.pieces(other), strict=True)
         return all(torch.equal(*pair) for pair in pairs)
-
-    def is_quantised(self, tensor: str) -> bool:
-        """No tensor is quantised here."""
-        return False
-
-    def form(self, tensor: str) -> str:
-        return ""
-
-    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        raise TypeError(f"{tensor} is not quantised")
-
-    def block_type(self, tensor: str) -> str:
-        return ""
-
-    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        raise TypeError(f"{tensor} has no blocks")
-
-    def block_row(self, tensor: str, number: int) -> Tensor:
-        raise TypeError(f"{tensor} has no blocks")
 
     def _view(self, tensor: str, first: int, last: int) -> Tensor:
         file, shape, _ = self._tensors[tensor]

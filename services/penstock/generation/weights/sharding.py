@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.errors import StartupError
 from penstock.generation.layers.lora import GATED, OUTPUT, QKV, SITES_A_LAYER, LoraPart
+from penstock.generation.weights.plain_tensors import PlainTensors
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, LayerLinear, layer_linears, layer_prefix
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.host.mapped import MappedFile
-    from penstock.generation.layers.linear.base import WholeRows
     from penstock.generation.weights.checkpoint_weights import TensorSource
 
 FLAG = "--tensor-parallel"
@@ -97,7 +98,7 @@ class _ShardCut:
     is_zero: bool = False
 
 
-class ShardedSource:
+class ShardedSource(PlainTensors):
     """TensorSource of one rank's part of a checkpoint. Quantised matrices of the checkpoint become numbers here."""
 
     def __init__(self, whole: TensorSource, config: ModelConfig, shard: Shard) -> None:
@@ -169,23 +170,9 @@ class ShardedSource:
         """Embedding and head are never equal."""
         return False
 
+    @override
     def is_quantised(self, tensor: str) -> bool:
         return self._whole.is_quantised(self._stored(tensor))
-
-    def form(self, tensor: str) -> str:
-        return ""
-
-    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        raise TypeError(f"{tensor} is not kept as whole numbers")
-
-    def block_type(self, tensor: str) -> str:
-        return ""
-
-    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        raise TypeError(f"{tensor} has no blocks")
-
-    def block_row(self, tensor: str, number: int) -> Tensor:
-        raise TypeError(f"{tensor} has no blocks")
 
     def _stored(self, tensor: str) -> str:
         """Return the checkpoint's name of a tensor: a tied one has one name."""
