@@ -473,7 +473,7 @@ SMALL = """targets => targets.filter(one => one.checkVisibility({visibilityPrope
 
 
 def small_targets(reader: Reader) -> list[tuple[str, float, float]]:
-    """What is shown and smaller than a finger needs, with its size."""
+    """Return what is shown and smaller than a finger needs, with its size."""
     shown = reader.page.locator(TARGETS).evaluate_all(SMALL)
     assert len(shown) > 5
     # Half a pixel is rounding.
