@@ -232,7 +232,7 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
         minimum=1,
     )
     max_compared_backends: int = option(
-        32,
+        8,
         "Backends that are compared for a request, taken in turn from more; beside them that of its session, and "
         "those that got a prefix of its prompt or told of it.",
         group=ROUTING,

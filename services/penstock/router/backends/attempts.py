@@ -232,7 +232,8 @@ class Attempts:
         None without `ability` is chosen; where that is None, all have it.
         """
         usable = self._pool.usable(model, adapter)
-        if ability is not None:
+        # Without a list of its own for each request, the policy knows it again.
+        if ability is not None and not self._pool.are_all_own:
             usable = [one for one in usable if ability.has(one)]
         avoid = lost_on | self._probations.taken()
         return self._policy.choose(usable, hashes, session=session, avoid=avoid, is_idle_only=is_idle_only)

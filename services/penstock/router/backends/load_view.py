@@ -101,6 +101,23 @@ class LoadView:
         ours = self._idle_in_flight()
         return max(self.requests - max(told + ours - self._reported_idle, ours), 0.0)
 
+    def standing(self, *, is_idle_only: bool) -> float | None:
+        """Number of requests that a new one waits for; None: it would be refused.
+
+        It is `pressing`, or for one that `is_idle_only` `requests`, and `is_full`, in one reading: every choice of a
+        backend asks this of many.
+        """
+        report, in_flight = self._report, self._in_flight()
+        sent = in_flight - self._reported_in_flight
+        if 0 < report.max_queued_requests <= report.waiting_requests + sent:
+            return None
+        told = report.idle_only_requests
+        requests = max(report.waiting_requests + report.running_requests + sent, in_flight)
+        if is_idle_only or told is None:
+            return float(requests)
+        ours = self._idle_in_flight()
+        return float(max(requests - max(told + ours - self._reported_idle, ours), 0))
+
     @property
     def room(self) -> float:
         """Number of requests that its queue would still take; infinite when it reports no bound."""

@@ -18,17 +18,9 @@ from penstock.router.backends.prefix_index import BlockNames
 class CandidateLoad(Protocol):
     """Load of a backend, as seen by the policy."""
 
-    @property
-    def requests(self) -> float:
-        """Number of requests that wait or run there, ours that it has not reported yet included."""
-
-    @property
-    def pressing(self) -> float:
-        """Number of those that a request waits for which uses more than idle capacity."""
-
-    @property
-    def is_full(self) -> bool:
-        """True when another request would be refused."""
+    def standing(self, *, is_idle_only: bool) -> float | None:
+        """Number of requests that a new one waits for, ours that it has not reported yet included; None: it would be
+        refused. One that uses idle capacity only waits for all, another not for those that do."""
 
     @property
     def kv_pressure(self) -> float:
@@ -62,7 +54,7 @@ class PolicyConfig:
     max_kv_pressure: float = 0.9
     max_sessions: int = 65536
     # Backends that are looked at for a request, and those that are known to have a prefix of it.
-    most_looked_at: int = 32
+    most_looked_at: int = 8
     max_prefixes: int = 65536
 
 
@@ -74,6 +66,9 @@ class Policy(Generic[CandidateT]):
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._turn = self._window = 0
         self._holders: PrefixHolders[CandidateT] = PrefixHolders(config.max_prefixes)
+        # The last list of a crowd, and its backends by key: a router has one until some backend's state changes.
+        self._crowd: Sequence[CandidateT] = ()
+        self._by_key: dict[str, CandidateT] = {}
         # Another engine told of blocks: by their names without a salt.
         self._has_plain = False
 
@@ -86,7 +81,7 @@ class Policy(Generic[CandidateT]):
         avoid: Collection[str] = (),
         is_idle_only: bool = False,
     ) -> CandidateT | None:
-        """Choose a backend; None when every candidate is full or there is none.
+        """Choose a backend; None when every candidate is full or there is none. A list is not changed afterwards.
 
         `avoid` names backends that this request was lost on: used only when nothing else is there. `is_idle_only`: it
         waits for all that are there; other requests do not wait for those of idle capacity.
@@ -121,13 +116,18 @@ class Policy(Generic[CandidateT]):
         most, key = self._config.most_looked_at, self._sessions.get(session) if session else None
         begin = self._window = (self._window + most) % len(candidates)
         some = [*candidates[begin : begin + most], *candidates[: max(begin + most - len(candidates), 0)]]
-        seen, holders = set(map(id, some)), self._holders.of(hashes)
+        # In order and once each, so that a choice can be repeated.
+        keys = dict.fromkeys(one.key for one in self._holders.of(hashes))
         if self._has_plain and isinstance(hashes, BlockNames):
-            holders += self._holders.of(hashes.plain)
-        if holders or key is not None:
+            keys.update(dict.fromkeys(one.key for one in self._holders.of(hashes.plain)))
+        if key is not None:
+            keys[key] = None
+        if keys:
+            if candidates is not self._crowd:
+                self._crowd, self._by_key = candidates, {one.key: one for one in candidates}
             # One that is gone, or cannot do this, is no candidate.
-            wanted = set(map(id, holders)) - seen
-            some += [one for one in candidates if id(one) in wanted or (key is not None and one.key == key)]
+            by_key, seen = self._by_key, {one.key for one in some}
+            some += [by_key[one] for one in keys if one in by_key and one not in seen]
         return some
 
     def _of_session(self, usable: Sequence[tuple[float, CandidateT]], session: str) -> CandidateT | None:
@@ -164,9 +164,8 @@ def _usable(
 ) -> list[tuple[float, CandidateT]]:
     """Return those with room, each with the number of requests that count; without those to avoid, unless there are no
     others."""
-    free = [candidate for candidate in candidates if not candidate.load.is_full]
+    standing = [(candidate.load.standing(is_idle_only=is_idle_only), candidate) for candidate in candidates]
+    free = [(requests, candidate) for requests, candidate in standing if requests is not None]
     if avoid:
-        free = [candidate for candidate in free if candidate.key not in avoid] or free
-    if is_idle_only:
-        return [(candidate.load.requests, candidate) for candidate in free]
-    return [(candidate.load.pressing, candidate) for candidate in free]
+        free = [one for one in free if one[1].key not in avoid] or free
+    return free

@@ -54,6 +54,8 @@ class BackendPool:
         self._discovery = Discovery(config, resolver, on_change=self._targets_changed.set, spawn=self._spawn)
         self._backends: dict[BackendAddress, Backend] = {}
         self._tasks: dict[BackendAddress, asyncio.Task[None]] = {}
+        # Those that are other engines.
+        self._num_engines = 0
         # Backends that no name resolves to any more: they finish their streams (a rolling restart) and get nothing new.
         self._leaving: set[BackendAddress] = set()
         # Of each model that has some: its ready backends, and those of them that are ejected, until a state changes.
@@ -113,6 +115,11 @@ class BackendPool:
     def models(self) -> dict[str, model_pb2.GetModelInfoResponse]:
         """Models served now or before, by name."""
         return self._models
+
+    @property
+    def are_all_own(self) -> bool:
+        """True while no backend is another engine: all can do the same."""
+        return not self._num_engines
 
     def ready(self, model: str = "", adapter: str = "") -> list[Backend]:
         """Backends that take requests: of one model when named, and that have an adapter when named. Read only."""
@@ -287,6 +294,7 @@ class BackendPool:
             outliers=self.outliers,
         )
         self._backends[where] = backend
+        self._num_engines += not backend.is_own
         self._forget_ready()
         self._tasks[where] = self._spawn(backend.link.run())
         _log.info("backend found", backend=where.address, target=where.target)
@@ -297,7 +305,7 @@ class BackendPool:
 
     def _remove(self, where: BackendAddress) -> None:
         self._tasks.pop(where).cancel()
-        del self._backends[where]
+        self._num_engines -= not self._backends.pop(where).is_own
         self._served.pop(where, None)
         self.outliers.forget(where.address)
         self._leaving.discard(where)

@@ -46,10 +46,13 @@ class PrefixHolders(Generic[HolderT]):
         self._put([name for name in names if not name % _TOLD_SHARE], holder)
 
     def _put(self, names: Sequence[int], holder: HolderT) -> None:
+        # An object has one such reference.
         known, own = self._holders, weakref.ref(holder)
         for name in names:
-            others = [one for one in known.get(name, ()) if one() not in (None, holder)]
-            known[name] = (*others[-_MOST_HOLDERS + 1 :], own)
+            had = known.get(name, ())
+            if not had or had[-1] is not own:
+                others = [one for one in had if one is not own and one() is not None]
+                known[name] = (*others[-_MOST_HOLDERS + 1 :], own)
             known.move_to_end(name)
         while len(known) > self._capacity:
             known.popitem(last=False)

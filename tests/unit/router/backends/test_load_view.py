@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from penstock.common.pace import Demand
 from penstock.router.backends.load_report import LoadReport, from_load
 from penstock.router.backends.load_view import LoadView
@@ -46,6 +48,28 @@ def test_requests_of_idle_capacity_press_nobody_where_they_rest() -> None:
     assert (seen.view.requests, seen.view.pressing) == (7, 3)
     seen.in_flight = seen.idle_in_flight = 0
     assert (seen.view.requests, seen.view.pressing) == (3, 2)
+
+
+@given(
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.none() | st.integers(0, 9),
+    st.integers(0, 9),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3),
+)
+def test_the_standing_is_all_of_these_in_one_reading(
+    waiting: int, running: int, idle: int | None, most: int, in_flight: list[tuple[int, int]]
+) -> None:
+    seen = Seen()
+    seen.in_flight, seen.idle_in_flight = in_flight[0]
+    report = LoadReport(
+        waiting_requests=waiting, running_requests=running, idle_only_requests=idle, max_queued_requests=most
+    )
+    seen.view.take(report)
+    for seen.in_flight, seen.idle_in_flight in in_flight:
+        view = seen.view
+        wanted = (None, None) if view.is_full else (view.pressing, view.requests)
+        assert (view.standing(is_idle_only=False), view.standing(is_idle_only=True)) == wanted
 
 
 def test_a_report_tells_those_of_idle_capacity_or_does_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,19 @@ from penstock.router.metrics import RouterMetrics
 from prometheus_client import CollectorRegistry
 
 
+@dataclass
+class Load:
+    """A load with room, and knobs."""
+
+    requests: float = 0.0
+    pressing: float = 0.0
+    kv_pressure: float = 0.0
+    is_full: bool = False
+
+    def standing(self, *, is_idle_only: bool) -> float:
+        return self.requests if is_idle_only else self.pressing
+
+
 class Backends:
     """Backends that lose every call until the last of `losses`; each loss is a crash or is not."""
 
@@ -31,13 +45,15 @@ class Backends:
             SimpleNamespace(
                 key=key,
                 call=partial(self.call, key),
-                load=SimpleNamespace(requests=0.0, pressing=0.0, is_full=False, kv_pressure=0.0),
+                load=Load(),
                 in_flight=0,
                 match=lambda _: 0,
                 suspects=list,
             )
             for key in "abcd"
         ]
+
+    are_all_own = True
 
     def usable(self, *_: str) -> list[Any]:
         return self._all
@@ -110,12 +126,14 @@ class Together:
             SimpleNamespace(
                 key=key,
                 call=partial(self._call, key),
-                load=SimpleNamespace(requests=0.0, pressing=0.0, is_full=False, kv_pressure=0.0),
+                load=Load(),
                 in_flight=0,
                 suspects=list,
             )
             for key in self.running
         ]
+
+    are_all_own = True
 
     def usable(self, *_: str) -> list[Any]:
         return self._all
