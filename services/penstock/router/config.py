@@ -273,6 +273,13 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
         group=FAILURE,
         minimum=0.0,
     )
+    return_wait_seconds: float = option(
+        5.0,
+        "Time that new requests wait where the last ready backend of their model went, as in a rolling restart. After "
+        "it they are refused at once until one is ready. 0: no wait.",
+        group=FAILURE,
+        minimum=0.0,
+    )
     stall_timeout_seconds: float = option(
         30.0,
         "A backend is lost when a session with requests is silent for this long, or when calls wait this long while "

@@ -237,7 +237,7 @@ async def test_bad_text_items_are_refused_by_their_public_names(
 
 
 async def test_a_router_without_backends_says_so_at_once() -> None:
-    async with stack_of_one() as (client, router):
+    async with stack_of_one(return_wait_seconds=0.0) as (client, router):
         await client.admin.Drain(admin_pb2.DrainRequest())
         await router.until("backend_up", 0.0, backend=client.running.address)
         error = await error_of(router.stub.Score(text_pb2.ScoreTextRequest(items=text_items(("a", "b")))))

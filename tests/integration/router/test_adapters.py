@@ -224,7 +224,7 @@ async def test_a_lost_stream_whose_adapter_is_nowhere_is_aborted() -> None:
     async with (
         held(allowance=5, adapters={"mine": "m"}) as one,
         held(allowance=None) as without,
-        running_router(one, without, failover_wait_seconds=0.2) as router,
+        running_router(one, without, failover_wait_seconds=0.2, return_wait_seconds=0.1) as router,
     ):
         request = generate(adapter="mine", output=WANT_IDS)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -234,6 +234,22 @@ async def test_a_lost_stream_whose_adapter_is_nowhere_is_aborted() -> None:
         error = await refusal(router.stub.Generate(generate(adapter="mine")))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_BACKEND")
         assert not without.submitted
+
+
+async def test_a_new_request_waits_for_the_last_backend_with_its_adapter() -> None:
+    async with (
+        backend(adapters={"mine": "m"}) as one,
+        backend() as without,
+        running_router(one, without, return_wait_seconds=PATIENCE_SECONDS) as router,
+    ):
+        await one.stop()
+        await router.until("backend_up", 0.0, backend=one.address)
+        stream = asyncio.ensure_future(collect(router.stub.Generate(generate(adapter="mine"))))
+        assert (await collect(router.stub.Generate(generate()))).finished
+        await router.until("num_requests_running", 1)
+        await one.start()
+        assert (await stream).finished
+        assert [request.adapter for request in one.submitted] == ["mine"]
 
 
 async def test_loading_is_off_unless_it_is_asked_for() -> None:

@@ -81,7 +81,7 @@ async def test_backend_with_another_tokenizer_is_not_used() -> None:
 
 
 async def test_backend_that_comes_back_with_another_tokenizer_is_failed_precondition() -> None:
-    async with backend() as one, running_router(one) as router:
+    async with backend() as one, running_router(one, return_wait_seconds=0.0) as router:
         await one.stop()
         one.fingerprint = "0" * 64
         await wait_health(router.server.address, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -95,7 +95,7 @@ async def test_backend_that_comes_back_with_another_tokenizer_is_failed_precondi
 
 
 async def test_without_backends_requests_are_unavailable_until_one_returns() -> None:
-    async with backend() as one, running_router(one) as router:
+    async with backend() as one, running_router(one, return_wait_seconds=0.1) as router:
         await one.stop()
         await wait_health(router.server.address, health_pb2.HealthCheckResponse.NOT_SERVING)
         assert await code_of(router.stub.Generate(generate())) == (grpc.StatusCode.UNAVAILABLE, "NO_BACKEND")
@@ -104,6 +104,25 @@ async def test_without_backends_requests_are_unavailable_until_one_returns() -> 
         await one.start()
         await wait_health(router.server.address, health_pb2.HealthCheckResponse.SERVING)
         assert (await collect(router.stub.Generate(generate()))).finished
+
+
+async def test_a_new_request_waits_for_the_last_backend_that_is_restarted() -> None:
+    async with backend() as one, running_router(one, return_wait_seconds=PATIENCE_SECONDS) as router:
+        await one.stop()
+        await wait_health(router.server.address, health_pb2.HealthCheckResponse.NOT_SERVING)
+        streams = [asyncio.ensure_future(collect(router.stub.Generate(generate()))) for _ in range(3)]
+        await router.until("num_requests_running", 3)
+        await one.start()
+        assert all([(await stream).finished for stream in streams])
+
+
+async def test_a_wait_for_the_last_backend_ends_at_the_deadline() -> None:
+    async with backend() as one, running_router(one, return_wait_seconds=PATIENCE_SECONDS) as router:
+        await one.stop()
+        await wait_health(router.server.address, health_pb2.HealthCheckResponse.NOT_SERVING)
+        code, _ = await code_of(router.stub.Generate(generate(), timeout=0.3))
+        assert code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+        await router.until("num_requests_running", 0)
 
 
 async def test_draining_backend_finishes_what_it_has_and_gets_nothing_new() -> None:

@@ -28,6 +28,7 @@ from penstock.router.backends.patience import Patience
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.probation_queue import ProbationQueue, SuspectTurn
+from penstock.router.backends.return_wait import ReturnWait
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.attempt_spans import begin_attempt
@@ -77,6 +78,7 @@ class Attempts:
         # Two routers in front of one backend must not choose the same id for different requests.
         self._suffix = secrets.token_hex(3)
         self.adapters = AdapterLoading(pool, config, metrics)
+        self.returns = ReturnWait(pool, config)
         # Model, and model with adapter -> number of requests that wait for their prompt's ids.
         self._preparing: Counter[tuple[str, str]] = Counter()
         self._probations = ProbationQueue(pool, config)
@@ -94,6 +96,8 @@ class Attempts:
     def check_capacity(self, model: str, adapter: str = "") -> None:
         """Check that a request that came now could be placed, be it after its adapter is loaded. Raises as `place`,
         and NotFound."""
+        if self.returns.is_awaited(model, adapter):
+            return
         if adapter and not self._pool.ready(model, adapter):
             self.adapters.check(model, adapter)
             adapter = ""

@@ -11,6 +11,7 @@ from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
 from penstock.common.model_names import those_there_are
 from penstock.router.aio import Wakeup
+from penstock.router.backends.absences import Absences
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.discovery import BackendAddress, Discovery, Resolver, resolve
@@ -64,6 +65,7 @@ class BackendPool:
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
         self.crashes = CrashLog(self.wake)
+        self.absences = Absences()
         self.outliers = Outliers(
             OutlierConfig(
                 consecutive=config.eject_consecutive_failures,
@@ -353,6 +355,7 @@ class BackendPool:
             if info is not None:
                 self._models[info.model] = info
                 self._note_served(backend.where, info.model)
+        self.absences.note(ready, self._backends.values())
         # Once for all names: each may be a backend's own address.
         up = Counter(backend.where.target for backend in ready)
         for target in self._targets:

@@ -48,6 +48,7 @@ class UnaryAttempts:
 
     async def require_adapter(self, model: str, adapter: str, left: float | None) -> None:
         """Return once a backend has the adapter. Raises as AdapterLoading.require."""
+        await self._attempts.returns.end(model, adapter, left)
         await self._attempts.adapters.require(model, adapter, left)
 
     async def run(
@@ -69,6 +70,8 @@ class UnaryAttempts:
         """
         where = (model, adapter)
         self._attempts.note_request()
+        left = None if deadline is None else deadline - time.monotonic()
+        await self._attempts.returns.end(model, adapter, left)
         if adapter:
             # It may have been unloaded while the texts became ids.
             left = None if deadline is None else deadline - time.monotonic()

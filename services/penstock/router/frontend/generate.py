@@ -134,6 +134,7 @@ class _StreamedCall:
                 await parts.admission.enter(served_as, self._left(), parts.forecast.tokens(self.model, demand))
             place = _HeldPlace(partial(parts.admission.leave, served_as))
             held.callback(place.give_back)
+            await parts.attempts.returns.end(self.model, self._adapter, self._left())
             if self._adapter:
                 await parts.attempts.adapters.require(self.model, self._adapter, self._left())
             room = _HeldPlace(parts.attempts.prepare(self.model, self._adapter))
@@ -254,6 +255,8 @@ class _StreamedCall:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(state.spec.template.config, self._left())
         echo = await self._echo(prompt)
+        # The last backend may have gone while the prompt was made.
+        await parts.attempts.returns.end(self.model, self._adapter, self._left())
         if self._adapter:
             # It may have been unloaded while the prompt was made.
             await parts.attempts.adapters.require(self.model, self._adapter, self._left())

@@ -61,6 +61,9 @@ class Backends:
     def to_probe(self, *_: str) -> None:
         return None
 
+    def ready(self, *_: str) -> list[Any]:
+        return self._all
+
     def is_any_starting(self, _: str) -> bool:
         return False
 
@@ -140,6 +143,9 @@ class Together:
 
     def to_probe(self, *_: str) -> None:
         return None
+
+    def ready(self, *_: str) -> list[Any]:
+        return self._all
 
     def is_any_starting(self, _: str) -> bool:
         return False
