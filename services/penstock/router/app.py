@@ -37,6 +37,7 @@ from penstock.router.frontend.servicer import TextServicer
 from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.keys.key_desk import KeyDesk
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.delta_pace import DeltaPace
 from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, router_pb2_grpc, text_pb2_grpc
 
 SERVICE_NAME = "penstock.v1.TextService"
@@ -71,6 +72,7 @@ class RouterApp:
             config,
             metrics,
             TurnLimiter(config.writes_per_turn),
+            DeltaPace(config.max_gather_seconds),
             on_change=self._health_changed.set,
             on_failure=self._fail,
             resolver=resolver,

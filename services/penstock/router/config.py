@@ -455,6 +455,13 @@ class RouterConfig(ServerConfig, ChannelConfig, KeyOptions):
     writes_per_turn: int = option(
         16, "Deltas written before backends are read again; the others are merged.", group=STREAMING, minimum=1
     )
+    max_gather_seconds: float = option(
+        0.1,
+        "Longest time for which a stream's tokens are gathered for one message while the event loop is behind. 0: they "
+        "are sent as they come.",
+        group=STREAMING,
+        minimum=0.0,
+    )
     max_tool_calls: int = option(32, "Tool calls of one answer; one more ends it.", group=STREAMING, minimum=1)
     max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
     max_token_texts: int = option(65536, "Token texts that are remembered for logprobs.", group=STREAMING, minimum=64)

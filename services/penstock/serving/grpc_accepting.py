@@ -1,7 +1,9 @@
-"""Servers of grpc.aio that have asked for calls before they come: by itself one asks for a call after another.
+"""Servers of grpc.aio that have asked for calls before they come, and begin all that have come in one turn.
 
-grpcio is asked for a call, a task waits for it, and another asks for the next: about five turns of the event loop a
-call. Behind a pause a crowd of calls then waits for some hundred turns. Here some calls are asked for at a time.
+By itself grpcio begins one call and then waits for the next with asyncio.wait: two turns of the event loop a call, or
+more. Where the loop is behind, its turns are long, fewer calls begin in a second than come, and they wait for a hundred
+turns although the loop would have the time. Here some calls of each method are asked for at a time, and each begins as
+soon as the loop learns of it.
 
 This file alone knows grpcio's inner classes. Where a later grpcio has others, its own server accepts as it does.
 """
@@ -9,17 +11,15 @@ This file alone knows grpcio's inner classes. Where a later grpcio has others, i
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import grpc
 from grpc import aio
 
-# Calls of one method that are asked for at a time.
-_CALLS_AHEAD = 32
-# Turns of the event loop that a stop gives to those that have come: several for each.
-_MOST_TURNS = 16 * _CALLS_AHEAD
+# Calls of one method that are asked for at a time: at first, and where all of these came before the loop looked.
+_FEW_AHEAD, _MOST_AHEAD = 2, 32
 
 try:
     from grpc._cython import cygrpc
@@ -27,8 +27,18 @@ try:
 
     _InnerServer: Any = cast("Any", cygrpc).AioServer
     _Server: Any = cast("Any", _server).Server
-except (ImportError, AttributeError):
+    # What grpcio's own loop does with a call.
+    _handle_rpc: Any = cast("Any", cygrpc)._handle_rpc
+    _schedule_rpc: Any = cast("Any", cygrpc)._schedule_rpc_coro
+    # Finds a handler by its method's name: generic handlers, and registered ones by name.
+    _MethodResolver: Any = cast("Any", cygrpc)._MethodResolver
+    _IS_KNOWN = [*inspect.signature(_handle_rpc).parameters, *inspect.signature(_schedule_rpc).parameters] == [
+        *("method_name", "method_resolver", "interceptors", "rpc_state", "loop", "concurrency_exceeded"),
+        *("rpc_coro", "rpc_state", "loop", "method_name"),
+    ]
+except (ImportError, AttributeError, ValueError):
     _InnerServer = _Server = object
+    _IS_KNOWN = False
 
 
 def make_server(
@@ -37,95 +47,91 @@ def make_server(
     max_calls: int,
 ) -> grpc.aio.Server:
     """Make a server. It refuses more than `max_calls` at once."""
-    try:
-        server: grpc.aio.Server = _AskingServer(tuple(interceptors), tuple(options), max_calls)
-    except (AttributeError, TypeError):
-        server = aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_calls)
-    return server
+    if _IS_KNOWN:
+        try:
+            server: grpc.aio.Server = _AskingServer(tuple(interceptors), tuple(options), max_calls)
+        except (AttributeError, TypeError):
+            pass
+        else:
+            return server
+    return aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_calls)
 
 
 class CallLine:
-    """Calls of one method that were asked for, and those that came and are not taken yet. Belongs to one event loop."""
+    """Calls of one method that were asked for. Belongs to one event loop."""
 
-    def __init__(self, ask: Callable[[], asyncio.Future[Any]]) -> None:
-        """Make it. `ask` asks for one more call, and returns the future of it."""
-        self._ask = ask
-        self._asked: set[asyncio.Future[Any]] = set()
-        self._here: deque[Any] = deque()
-        self._waiting: asyncio.Future[Any] | None = None
-        self._ahead, self._is_over = _CALLS_AHEAD, False
+    def __init__(
+        self, ask: Callable[[], asyncio.Future[Any]], begin: Callable[[Any], None], is_open: Callable[[], bool]
+    ) -> None:
+        """Make it. `ask` asks for one more call, and returns the future of it, which `begin` gets; while `is_open`."""
+        self._ask, self._begin, self._is_open = ask, begin, is_open
+        self._ahead = _FEW_AHEAD
+        # Calls that came in this turn of the loop, and questions without an answer.
+        self._num_come = self.num_asked = 0
+        self._ask_ahead()
 
-    @property
-    def has_calls(self) -> bool:
-        """True while calls have come that are not taken."""
-        return bool(self._here)
-
-    def close(self) -> None:
-        """Ask no more ahead."""
-        # One question stays: its error tells grpcio's loop of the stop.
-        self._ahead = 1
-
-    def end(self) -> None:
-        """Let go of calls that nobody takes any more: while one is held, the server has not stopped."""
-        self._is_over = True
-        self._here.clear()
-
-    def next(self) -> asyncio.Future[Any]:
-        """Return a future of the next call. Only one may wait at a time."""
-        while len(self._asked) + len(self._here) < self._ahead:
-            asked = self._ask()
-            self._asked.add(asked)
-            asked.add_done_callback(self._came)
-        future = asyncio.get_running_loop().create_future()
-        if self._here:
-            future.set_result(self._here.popleft())
-        else:
-            self._waiting = future
-        return future
+    def _ask_ahead(self) -> None:
+        while self.num_asked < self._ahead:
+            self.num_asked += 1
+            self._ask().add_done_callback(self._came)
 
     def _came(self, asked: asyncio.Future[Any]) -> None:
-        self._asked.discard(asked)
+        self.num_asked -= 1
         # All end with an error when the server stops.
-        error = None if asked.cancelled() else asked.exception()
-        waiting = self._waiting
-        if waiting is None or waiting.done():
-            if error is None and not asked.cancelled() and not self._is_over:
-                self._here.append(asked.result())
-            return
-        self._waiting = None
-        if asked.cancelled():
-            waiting.cancel()
-        elif error is not None:
-            waiting.set_exception(error)
-        else:
-            waiting.set_result(asked.result())
+        has_call = not asked.cancelled() and asked.exception() is None
+        if has_call:
+            if not self._num_come:
+                asyncio.get_running_loop().call_soon(self._next_turn)
+            self._num_come += 1
+            if self._num_come >= self._ahead:
+                self._ahead = min(2 * self._ahead, _MOST_AHEAD)
+        if self._is_open():
+            self._ask_ahead()
+        if has_call:
+            self._begin(asked.result())
+
+    def _next_turn(self) -> None:
+        self._num_come = 0
 
 
 class _Accepting(_InnerServer):  # type: ignore[misc]
-    """grpcio's inner server, with a line of calls for each registered method and one for all others."""
+    """grpcio's inner server, with a line of calls for each method that it knows. Its own loop takes all others."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._lines: dict[bytes | None, CallLine] = {}
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, interceptors: tuple[Any, ...], options: Any, max_calls: int
+    ) -> None:
+        super().__init__(loop, None, (), interceptors, options, max_calls)
+        self._event_loop, self._interceptors_there, self._max_calls = loop, interceptors, max_calls
+        self._known: dict[str, Any] = {}
+        self._lines: dict[bytes, CallLine] = {}
+        # The event loop itself would not keep them.
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def register(self, handlers: Mapping[str, Any]) -> None:
+        """Know these methods, by their full names. Call it before the start."""
+        more = {name: handler for name, handler in handlers.items() if name not in self._known}
+        self._known |= more
+        self.add_registered_method_handlers(more)
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        line = self._lines.get(method)
-        if line is None:
-            ask = super()._make_request_call_future
-            line = self._lines[method] = CallLine(lambda: ask(method))
-        return line.next()
+        ask = super()._make_request_call_future
+        if method is None:
+            unknown: asyncio.Future[Any] = ask(None)
+            return unknown
+        name, resolver = method.decode(), _MethodResolver([], self._known)
+        self._lines[method] = CallLine(
+            lambda: ask(method), lambda call: self._begin(name, resolver, call), self.is_running
+        )
+        # grpcio's loop cancels it when the server stops.
+        return self._event_loop.create_future()
 
-    async def take_all(self) -> None:
-        """Return once the calls that have come are taken: their handlers answer them. No more come ahead."""
-        lines = list(self._lines.values())
-        for line in lines:
-            line.close()
-        for _ in range(_MOST_TURNS):
-            if not any(line.has_calls for line in lines):
-                break
-            await asyncio.sleep(0)
-        for line in lines:
-            line.end()
+    def _begin(self, name: str, resolver: Any, call: Any) -> None:
+        loop = self._event_loop
+        is_too_many = len(self._calls) >= self._max_calls
+        handled = _handle_rpc(name, resolver, self._interceptors_there, call, loop, is_too_many)
+        task = loop.create_task(_schedule_rpc(handled, call, loop, name))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
 
 class _AskingServer(_Server):  # type: ignore[misc]
@@ -133,9 +139,15 @@ class _AskingServer(_Server):  # type: ignore[misc]
 
     def __init__(self, interceptors: tuple[Any, ...], options: tuple[Any, ...], max_calls: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server = _Accepting(self._loop, None, (), interceptors, options, max_calls)
+        self._server = _Accepting(self._loop, interceptors, options, max_calls)
 
-    async def stop(self, grace: float | None) -> None:
-        """As grpc.aio's, once the calls that have come are taken."""
-        await self._server.take_all()
-        await super().stop(grace)
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[Any]) -> None:
+        """Generated code calls it. Handlers that tell their methods' names are registered by these."""
+        handlers = tuple(generic_rpc_handlers)
+        super().add_generic_rpc_handlers(handlers)
+        for handler in handlers:
+            self._server.register(getattr(handler, "_method_handlers", {}))
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
+        """Generated code calls it, most often beside the other one."""
+        self._server.register({f"/{service_name}/{name}": handler for name, handler in method_handlers.items()})

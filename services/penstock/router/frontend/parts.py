@@ -14,6 +14,7 @@ from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.keys.key_desk import KeyDesk
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.delta_pace import DeltaPace
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
 from penstock.router.tokenizer.remembered_texts import TokenTexts
@@ -36,6 +37,7 @@ class Parts:
     token_texts: TokenTexts
     metrics: RouterMetrics
     turn_limiter: TurnLimiter
+    delta_pace: DeltaPace
     # None: there is no file of keys.
     keys: KeyDesk | None = None
     # Tasks that send statuses to readers that were cut off: the event loop itself would not keep them.

@@ -32,6 +32,7 @@ from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.keys.key_desk import KeyDesk
 from penstock.router.metrics import RouterMetrics
 from penstock.router.models_file import ModelEntry
+from penstock.router.requests.delta_pace import DeltaPace
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
 from penstock.router.tokenizer.remembered_texts import TokenTexts
@@ -46,6 +47,7 @@ class RouteShare:
     config: RouterConfig
     metrics: RouterMetrics
     turn_limiter: TurnLimiter
+    delta_pace: DeltaPace
     # Some route became ready or is not any more.
     on_change: Callable[[], None]
     # A bug ended a task that must not end.
@@ -139,6 +141,7 @@ class RoutedModel:
                 token_texts=token_texts,
                 metrics=metrics,
                 turn_limiter=share.turn_limiter,
+                delta_pace=share.delta_pace,
                 keys=share.keys,
             )
         )

@@ -119,6 +119,8 @@ class StreamWriter:
                 for delta in merged.messages():
                     await self._write_delta(delta)
             if deltas:
+                # From the second on: the first token is not kept waiting.
+                buffer.pace = self._parts.delta_pace
                 continue
             if state.error is not None:
                 raise state.error
@@ -164,7 +166,7 @@ class StreamWriter:
 
     def _write_now(self, index: int, text: str, token_ids: Sequence[int]) -> bool:
         """Write a delta while the handler waits; False when earlier ones wait. The per-token path."""
-        if self._state.buffer.has_deltas:
+        if self._state.buffer.has_deltas or self._parts.delta_pace.hold_seconds:
             return False
         delta = self._reused_delta
         delta.seq, delta.index, delta.text = self._next_seq, index, text

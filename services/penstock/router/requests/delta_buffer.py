@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.router.aio import Wakeup
 from penstock.router.chat.tool_calls import ToolCallPiece
+from penstock.router.requests.delta_pace import DeltaPace
 from penstock.v1 import common_pb2
 
 # Generous estimates of the bytes of a delta's parts on the wire.
@@ -85,7 +86,7 @@ class PendingDelta:
 class DeltaBuffer:
     """Deltas in order; at most one waits for each sequence. The reader is the stream's handler."""
 
-    __slots__ = ("_bytes", "_max_bytes", "_waiting", "coalesced", "wakeup")
+    __slots__ = ("_bytes", "_max_bytes", "_waiting", "coalesced", "pace", "wakeup")
 
     def __init__(self, max_bytes: int) -> None:
         self._waiting: dict[int, PendingDelta] = {}
@@ -93,6 +94,8 @@ class DeltaBuffer:
         self._max_bytes = max_bytes
         self.wakeup = Wakeup()
         self.coalesced = 0
+        # Decides when deltas wake the reader up; None: at once, as the first one does.
+        self.pace: DeltaPace | None = None
 
     def put(self, delta: PendingDelta) -> bool:
         """Queue or merge a delta; False when the reader is further behind than the limit."""
@@ -103,9 +106,14 @@ class DeltaBuffer:
         elif self._bytes > self._max_bytes:
             return False
         else:
+            # The reader is, or will be, woken up for the one that waits.
             waiting.merge(delta)
             self.coalesced += 1
-        self.wakeup.set()
+            return True
+        if self.pace is None:
+            self.wakeup.set()
+        else:
+            self.pace.wake(self.wakeup)
         return True
 
     @property

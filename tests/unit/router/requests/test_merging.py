@@ -17,6 +17,7 @@ from penstock.router.chat.chat_output import ChatParser
 from penstock.router.frontend.stream_writer import CHAT, StreamWriter
 from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.delta_pace import DeltaPace
 from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Prompt
@@ -143,7 +144,9 @@ async def answer_of(
     session.submit(state, generation_pb2.SessionRequest(submit=submit))
 
     texts = SimpleNamespace(fill_known=lambda _: True)
-    parts: Any = SimpleNamespace(turn_limiter=TurnLimiter(4), metrics=metrics, token_texts=texts)
+    parts: Any = SimpleNamespace(
+        turn_limiter=TurnLimiter(4), delta_pace=DeltaPace(0.0), metrics=metrics, token_texts=texts
+    )
     prompt = Prompt([1])
     context: Any = reader
     writer = StreamWriter(state, prompt, CHAT, parts, context, lambda: None)

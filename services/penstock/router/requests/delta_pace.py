@@ -1,0 +1,67 @@
+"""Gathering of tokens for fewer messages while the event loop is behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.router.aio import Wakeup
+
+# Seconds between looks at the loop's delay, and the share that a look has in the mean: it follows within 50 ms.
+_LOOK_SECONDS, _LOOK_SHARE = 0.01, 0.2
+# An idle loop's timers are late by up to 1 ms, the resolution of epoll. From there on a message waits for a multiple of
+# the delay: the more calls wait for the loop, the less of it goes to messages.
+_FREE_SECONDS, _GAIN = 0.0015, 25.0
+
+
+class DeltaPace:
+    """Decides when the streams' handlers wake up for new tokens. Belongs to one event loop.
+
+    A message costs the loop as much as ten tokens. At once while the loop is in time; else for all at a time after a
+    moment that grows with the loop's delay, so that tokens which come meanwhile share a message, and what else waits
+    for the loop (a new call, its refusal) is sooner done. The delay is that of a timer, which runs while tokens come.
+    """
+
+    def __init__(self, most_seconds: float) -> None:
+        """Make it. Nothing waits longer than `most_seconds`; 0: nothing ever waits."""
+        self._most = most_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._delay = self._due = 0.0
+        self._is_looking = self._is_used = False
+        self._held: list[Wakeup] = []
+        # Seconds that a message waits now; 0: none does.
+        self.hold_seconds = 0.0
+
+    def wake(self, wakeup: Wakeup) -> None:
+        """Set `wakeup`, at once or with others later. The per-token path."""
+        self._is_used = True
+        if not self._is_looking:
+            self._look_later()
+        if not self.hold_seconds:
+            wakeup.set()
+            return
+        if not self._held:
+            asyncio.get_running_loop().call_later(self.hold_seconds, self._wake_all)
+        self._held.append(wakeup)
+
+    def _wake_all(self) -> None:
+        held, self._held = self._held, []
+        for wakeup in held:
+            wakeup.set()
+
+    def _look_later(self) -> None:
+        if self._most:
+            loop = self._loop = self._loop or asyncio.get_running_loop()
+            self._is_looking, self._is_used = True, False
+            self._due = loop.time() + _LOOK_SECONDS
+            loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        assert self._loop is not None
+        self._delay += _LOOK_SHARE * (self._loop.time() - self._due - self._delay)
+        over = self._delay - _FREE_SECONDS
+        self.hold_seconds = min(_GAIN * over, self._most) if over > 0 else 0.0
+        self._is_looking = False
+        if self._is_used:
+            self._look_later()
+        else:
+            self._delay = self.hold_seconds = 0.0
