@@ -446,6 +446,7 @@ class SessionRequest(_message.Message):
 
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    COMMANDS_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """With `submit`: a number, not used before in the session, that marks this attempt's plain tokens
@@ -457,22 +458,49 @@ class SessionRequest(_message.Message):
     def abort(self) -> Global___SessionAbort:
         """request_id to abort."""
 
+    @_builtins.property
+    def commands(self) -> Global___SessionCommands:
+        """Several at a time, where GetModelInfo tells that it takes lists of them."""
+
     def __init__(
         self,
         *,
         submit: Global___GenerateRequest | None = ...,
         abort: Global___SessionAbort | None = ...,
+        commands: Global___SessionCommands | None = ...,
         handle: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "commands", b"commands", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "handle", b"handle", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "commands", b"commands", "handle", b"handle", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "abort", "commands"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionCommands(_message.Message):
+    """Commands in their order; none is a list itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionRequest]: ...
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___SessionRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionCommands: _TypeAlias = SessionCommands  # noqa: Y015
 
 @_typing.final
 class SessionAbort(_message.Message):

@@ -246,6 +246,7 @@ class GetModelInfoResponse(_message.Message):
     ALIASES_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     CAN_WRITE_WEIGHTS_FIELD_NUMBER: _builtins.int
+    TAKES_SESSION_COMMANDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     """As in config.json, e.g. Qwen2ForCausalLM."""
@@ -283,6 +284,8 @@ class GetModelInfoResponse(_message.Message):
     """Version of the weights: 0 as loaded, one more after every WriteWeights and every Reload."""
     can_write_weights: _builtins.bool
     """WriteWeights is allowed here (--write-weights), and the model takes new weights."""
+    takes_session_commands: _builtins.bool
+    """Sessions take SessionRequest.commands."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -352,10 +355,11 @@ class GetModelInfoResponse(_message.Message):
         aliases: _abc.Iterable[_builtins.str] | None = ...,
         weights_version: _builtins.int = ...,
         can_write_weights: _builtins.bool = ...,
+        takes_session_commands: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "can_write_weights", b"can_write_weights", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_route_reason", b"model_route_reason", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "weights_version", b"weights_version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "can_write_weights", b"can_write_weights", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_route_reason", b"model_route_reason", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "takes_session_commands", b"takes_session_commands", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "weights_version", b"weights_version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

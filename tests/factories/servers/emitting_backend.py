@@ -106,6 +106,8 @@ class EmittingBackend:
     serialize: Callable[[generation_pb2.SessionResponse], bytes] = generation_pb2.SessionResponse.SerializeToString
     # As in a generation service of this release: plain tokens are rows with the handles of their requests.
     uses_handles: bool = True
+    # The same: commands may come several in a message.
+    takes_commands: bool = True
 
     transport: str = field(default_factory=lambda: os.environ.get("PENSTOCK_TEST_TRANSPORT", ServerConfig.transport))
 
@@ -129,6 +131,8 @@ class EmittingBackend:
     port: int = 0
     submitted: list[generation_pb2.GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    # Messages of commands.
+    messages: int = 0
     info_calls: int = 0
     health_watches: int = 0
     serving: bool = True
@@ -451,6 +455,7 @@ class _Servicer:
             tokenizer_fingerprint=backend.fingerprint,
             state=common_pb2.MODEL_STATE_READY,
             percent_loaded=100.0,
+            takes_session_commands=backend.takes_commands,
         )
 
     async def ListAdapters(self, _: Any, __: Any) -> admin_pb2.ListAdaptersResponse:
@@ -516,12 +521,14 @@ class _Servicer:
                 await backend.notify()
 
     async def _read(self, commands: AsyncIterator[generation_pb2.SessionRequest], session: Session) -> None:
-        async for command in commands:
-            if command.HasField("submit"):
-                session.submit(command.submit, command.handle)
-            else:
-                self._backend.aborted.append(command.abort.request_id)
-                session.running.pop(command.abort.request_id, None)
+        async for message in commands:
+            self._backend.messages += 1
+            for command in message.commands.commands if message.HasField("commands") else (message,):
+                if command.HasField("submit"):
+                    session.submit(command.submit, command.handle)
+                else:
+                    self._backend.aborted.append(command.abort.request_id)
+                    session.running.pop(command.abort.request_id, None)
             await self._backend.notify()
 
 

@@ -154,6 +154,30 @@ async def test_a_session_needs_request_ids_and_commands(client: Client) -> None:
     assert fields == ["request_id", "command"]
 
 
+async def test_commands_of_one_message_are_carried_out_in_their_order(client: Client) -> None:
+    session = Session(client)
+    commands = [generation_pb2.SessionRequest(submit=request(request_id=f"r{number}")) for number in range(3)]
+    commands.append(generation_pb2.SessionRequest(submit=long(request_id="gone")))
+    commands.append(generation_pb2.SessionRequest(abort=generation_pb2.SessionAbort(request_id="gone")))
+    lists = generation_pb2.SessionCommands(commands=commands)
+    # No list is in a list, and a bad command does not keep the others.
+    lists.commands.append(generation_pb2.SessionRequest(commands=generation_pb2.SessionCommands()))
+    lists.commands.append(generation_pb2.SessionRequest(submit=request(request_id="last")))
+    await session.call.write(generation_pb2.SessionRequest(commands=lists))
+    await session.rest()
+    for name in ("r0", "r1", "r2", "last"):
+        assert session.events(name)[-1].HasField("finished")
+    (bad,) = session.events("")
+    assert from_status(status_pb2.Status.FromString(bad.error.status_details)).field == "command"
+    last = session.events("gone")[-1]
+    if last.HasField("finished"):
+        (end,) = last.finished.sequences
+        assert end.finish_reason == common_pb2.FINISH_REASON_ABORTED
+        assert end.token_count < 4000
+    else:
+        assert last.error.code == grpc.StatusCode.ABORTED.value[0]
+
+
 async def test_an_abort_ends_that_request_only_and_frees_its_blocks(client: Client) -> None:
     session = Session(client)
     with held_after(0):

@@ -160,6 +160,16 @@ async def test_a_backend_without_handles_is_understood() -> None:
         assert (answer.ids(), answer.finished.attempts) == (IDS, 1)
 
 
+@pytest.mark.parametrize("takes", [True, False])
+async def test_requests_that_come_together_share_a_message_where_the_backend_takes_it(takes: bool) -> None:
+    async with held(allowance=None, takes_commands=takes) as one, running_router(one) as router:
+        streams = [collect(router.stub.Generate(generate(output=WANT_IDS))) for _ in range(24)]
+        answers = await asyncio.gather(*streams)
+        assert all(answer.ids() == IDS for answer in answers)
+        assert len(one.submitted) == 24
+        assert one.messages < 24 if takes else one.messages >= 24
+
+
 async def test_frames_of_another_epoch_are_dropped() -> None:
     async with held(allowance=None) as one, running_router(one) as router:
 

@@ -97,23 +97,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _read(
         self, commands: AsyncIterator[generation_pb2.SessionRequest], session: SessionStream, deadline: float | None
     ) -> None:
-        tracer = current_tracer.get()
-        async for command in commands:
-            kind = command.WhichOneof("command")
-            if kind == "abort":
-                self._abort(command.abort, session)
-                continue
-            submit, span = command.submit, None
-            try:
-                if kind is None:
-                    raise InvalidArgument("command", "must be submit or abort")
-                if tracer is not None:
-                    span = begin_in_session(tracer, parse_context(submit.traceparent, submit.tracestate))
-                if self._submit(submit, command.handle, session, deadline, span):
+        async for message in commands:
+            for command in message.commands.commands if message.HasField("commands") else (message,):
+                if self._take(command, session, deadline):
                     # Its id must be taken before the next command: that may be its abort, and may have arrived already.
                     await asyncio.sleep(0)
-            except PenstockError as error:
-                self._refuse(session, submit.request_id, submit.attempt_epoch, error, span)
+
+    def _take(self, command: generation_pb2.SessionRequest, session: SessionStream, deadline: float | None) -> bool:
+        """Carry out a command. True: the next turn of the event loop begins to prepare its request first."""
+        kind = command.WhichOneof("command")
+        if kind == "abort":
+            self._abort(command.abort, session)
+            return False
+        submit, span, tracer = command.submit, None, current_tracer.get()
+        try:
+            if kind != "submit":
+                raise InvalidArgument("command", "must be submit or abort")
+            if tracer is not None:
+                span = begin_in_session(tracer, parse_context(submit.traceparent, submit.tracestate))
+            return self._submit(submit, command.handle, session, deadline, span)
+        except PenstockError as error:
+            self._refuse(session, submit.request_id, submit.attempt_epoch, error, span)
+            return False
 
     def _submit(
         self,

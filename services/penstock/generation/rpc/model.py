@@ -173,6 +173,7 @@ class ModelServicer(GraphCalls):
             load_stage=lifecycle.load_stage,
             can_load=self._config.is_model_open,
             aliases=lifecycle.aliases,
+            takes_session_commands=True,
         )
         if lifecycle.core is not None:
             response.MergeFrom(self._describe(lifecycle.core))

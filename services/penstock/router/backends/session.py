@@ -35,6 +35,7 @@ from penstock.router.backends.expectations import (
     expectations_of,
 )
 from penstock.router.backends.outliers import Outcome, Probe, outcome_of
+from penstock.router.backends.session_commands import packed
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import Loss, RequestState
 from penstock.router.requests.returned_sequence import ReturnedSequence
@@ -164,6 +165,7 @@ class BackendSession:
         self._by_handle: dict[int, Attempt] = {}
         self._last_handle = 0
         self._commands: deque[generation_pb2.SessionRequest] = deque()
+        self._packs = info is not None and info.takes_session_commands
         self._wakeup = Wakeup()
         self._closed = False
 
@@ -239,7 +241,7 @@ class BackendSession:
                 # Commands of requests that came together take one system call.
                 commands = list(self._commands)
                 self._commands.clear()
-                await self._call.write_all(commands)
+                await self._call.write_all(packed(commands) if self._packs else commands)
             await self._wakeup.wait()
 
     async def run_reader(self) -> None:
