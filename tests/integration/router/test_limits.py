@@ -10,7 +10,18 @@ import grpc
 import pytest
 from factories.servers.emitting_backend import count_up
 from factories.servers.only_route import only_route
-from factories.servers.router import PATIENCE_SECONDS, Router, backend, chat, collect, generate, running_router, until
+from factories.servers.router import (
+    PATIENCE_SECONDS,
+    Router,
+    backend,
+    chat,
+    collect,
+    generate,
+    running_router,
+    tokenizer_address,
+    until,
+)
+from factories.wire.tcp_proxy import TcpProxy
 from google.protobuf import struct_pb2
 from penstock.common.config import ServerConfig
 from penstock.common.errors import InvalidArgument, ResourceExhausted, from_rpc_error
@@ -385,6 +396,26 @@ async def test_what_would_come_too_late_is_refused_before_any_work_with_a_pushba
         await collect(router.stub.Generate(generate(), timeout=60.0))
         await collect(router.stub.Generate(generate()))
         assert len(one.submitted) == 2
+
+
+async def test_what_became_too_late_while_its_prompt_was_made_does_not_reach_the_backend() -> None:
+    async with (
+        backend() as one,
+        TcpProxy(tokenizer_address()) as proxy,
+        running_router(one, tokenizer=proxy.address) as router,
+    ):
+        proxy.freeze()
+        waiting = asyncio.ensure_future(failure(router.stub.Generate(generate(), timeout=9.0)))
+        await router.until("num_requests_running", 1)
+        one.pace = _ten_busy_seconds()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            # Until the router knows.
+            while (await failure(router.stub.Generate(generate(), timeout=0.5)))[1].reason != "OVERLOADED":
+                pass
+        proxy.thaw()
+        code, error = await waiting
+        assert (code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        assert not one.submitted
 
 
 async def test_what_an_engine_refuses_as_too_late_makes_the_router_stricter() -> None:

@@ -278,6 +278,10 @@ class _StreamedCall:
             begin = time.monotonic()
             for one in coming:
                 one.give_back()
+            left = self._left()
+            if left is not None and state.spec.demand is not None:
+                # Others may have been placed while the prompt was made: the backend would refuse it a step later.
+                parts.forecast.check(self.model, state.spec.demand, left)
             parts.attempts.place(state)
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)

@@ -8,9 +8,10 @@ from penstock.router.aio import Wakeup
 
 # Seconds between looks at the loop's delay, and the share that a look has in the mean: it follows within 50 ms.
 _LOOK_SECONDS, _LOOK_SHARE = 0.01, 0.2
-# An idle loop's timers are late by up to 1 ms, the resolution of epoll. From there on a message waits for a multiple of
-# the delay: the more calls wait for the loop, the less of it goes to messages.
-_FREE_SECONDS, _GAIN = 0.0015, 25.0
+# An idle loop's timers are late by up to 1 ms, the resolution of epoll; by half of that on average. Where the mean is
+# more, a message waits for a multiple of what is beyond that, and for so long at least that another token may come: the
+# more calls wait for the loop, the less of it goes to messages.
+_BUSY_SECONDS, _IDLE_SECONDS, _GAIN, _LEAST_HOLD_SECONDS = 0.001, 0.0005, 25.0, 0.03
 
 
 class DeltaPace:
@@ -55,11 +56,13 @@ class DeltaPace:
             self._due = loop.time() + _LOOK_SECONDS
             loop.call_at(self._due, self._look)
 
+    def _hold(self) -> float:
+        return min(max(_GAIN * (self._delay - _IDLE_SECONDS), _LEAST_HOLD_SECONDS), self._most)
+
     def _look(self) -> None:
         assert self._loop is not None
         self._delay += _LOOK_SHARE * (self._loop.time() - self._due - self._delay)
-        over = self._delay - _FREE_SECONDS
-        self.hold_seconds = min(_GAIN * over, self._most) if over > 0 else 0.0
+        self.hold_seconds = self._hold() if self._delay > _BUSY_SECONDS else 0.0
         self._is_looking = False
         if self._is_used:
             self._look_later()
