@@ -433,8 +433,19 @@ class AsyncClient:
         response: admin_pb2.DrainResponse = await self._unary(self._admin.Drain, request, wait, backend=backend)
         return response.running_requests
 
+    async def pause(self, *, max_seconds: float | None = None, backend: str = "") -> admin_pb2.PauseResponse:
+        """Have a generation service hold its steps, and refuse new requests, until `resume`.
+
+        Live requests keep their keys and values and go on afterwards; aborts and deadlines end them meanwhile. It
+        resumes by itself after `max_seconds`, by default after the service's --max-pause-seconds. `backend` as in
+        list_adapters.
+        """
+        request = admin_pb2.PauseRequest(max_seconds=max_seconds)
+        response: admin_pb2.PauseResponse = await self._unary(self._admin.Pause, request, backend=backend)
+        return response
+
     async def resume(self, *, backend: str = "") -> None:
-        """Have a generation service take requests again after `drain`. `backend` as in list_adapters."""
+        """Have a generation service take requests again after `drain` or `pause`. `backend` as in list_adapters."""
         await self._unary(self._admin.Resume, admin_pb2.ResumeRequest(), backend=backend)
 
     async def reload(

@@ -25,6 +25,8 @@ Examples:
 
   penstock admin resume
 
+  penstock admin pause --max-seconds 60
+
   penstock admin reload --backend 10.0.0.7:50052
 
   penstock admin roll smollm2 --grace-seconds 30          all its backends, one after the other
@@ -74,12 +76,36 @@ class DrainConfig(AdminConfig):
         return self.timeout_seconds + (self.grace_seconds or 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PauseConfig(AdminConfig):
+    """Configuration of a pause."""
+
+    max_seconds: float | None = option(
+        None,
+        "Time after which it resumes by itself; without it, the service's --max-pause-seconds.",
+        group=GROUP,
+        env="PENSTOCK_ADMIN_MAX_SECONDS",
+        minimum=0.001,
+    )
+
+
 def run_drain(given: Overrides) -> None:
     """Let a service end its requests. Raises PenstockError, StartupError."""
     config: DrainConfig = _config(DrainConfig, given)
     with open_operator_client(config, config.backend) as client:
         left = client.drain(grace=config.grace_seconds, backend=config.backend or "", timeout=config.wait_seconds)
     say("drained: it takes no requests until `penstock admin resume`" + (f"; {left} still run" if left else ""))
+
+
+def run_pause(given: Overrides) -> None:
+    """Let a service hold its steps. Raises PenstockError, StartupError."""
+    config: PauseConfig = _config(PauseConfig, given)
+    with open_operator_client(config, config.backend) as client:
+        paused = client.pause(max_seconds=config.max_seconds, backend=config.backend or "")
+    say(
+        f"paused for at most {paused.max_seconds:g} s, or until `penstock admin resume`; "
+        f"{paused.live_requests} requests are held"
+    )
 
 
 def run_resume(given: Overrides) -> None:
@@ -140,7 +166,16 @@ commands = typer.Typer(no_args_is_help=True, add_completion=False, epilog=EPILOG
 commands.command("drain")(
     command(options_of(DrainConfig), run_drain, "Refuse new requests, and wait until the live ones are over.")
 )
-commands.command("resume")(command(options_of(AdminConfig), run_resume, "Take requests again, after a drain."))
+commands.command("pause")(
+    command(
+        options_of(PauseConfig),
+        run_pause,
+        "Hold the engine's steps and refuse new requests; live ones keep their KV and go on after a resume.",
+    )
+)
+commands.command("resume")(
+    command(options_of(AdminConfig), run_resume, "Take requests again, after a drain, and go on after a pause.")
+)
 commands.command("reload")(
     command(
         options_of(DrainConfig),

@@ -70,7 +70,7 @@ COMMANDS = (
         "health", SERVICES, "health:commands", "Ask servers whether they are ready; exit code 0 when all are SERVING."
     ),
     CommandRow("debug", SERVICES, "debug:commands", "Look inside a running service, and at traces of requests."),
-    CommandRow("admin", SERVICES, "admin_commands:commands", "Drain, resume and reload a generation service."),
+    CommandRow("admin", SERVICES, "admin_commands:commands", "Drain, pause, resume and reload a generation service."),
     CommandRow(
         "keys", SERVICES, "keys.keys_command:commands", "Keys of callers: make, list and revoke them, show their use."
     ),

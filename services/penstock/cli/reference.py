@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from penstock.cli.adapters import ListAdaptersConfig, LoadAdapterConfig
-from penstock.cli.admin_commands import DrainConfig
+from penstock.cli.admin_commands import DrainConfig, PauseConfig
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.models import LoadConfig, UnloadConfig
@@ -101,8 +101,9 @@ def _sections() -> Iterator[str]:
     yield "`penstock adapters list`, `load` and `unload`, and the options of the connection above.\n"
     adapters = {bound.name: bound for kind in (ListAdaptersConfig, LoadAdapterConfig) for bound in options_of(kind)}
     yield _table(bound for name, bound in adapters.items() if name not in connection)
-    yield "`penstock admin drain`, `resume` and `reload`, and the options of the connection above.\n"
-    yield _table(bound for bound in options_of(DrainConfig) if bound.name not in connection)
+    yield "`penstock admin drain`, `pause`, `resume` and `reload`, and the options of the connection above.\n"
+    bounds = {bound.name: bound for kind in (DrainConfig, PauseConfig) for bound in options_of(kind)}
+    yield _table(bound for name, bound in bounds.items() if name not in connection)
     yield "`penstock models load FOLDER`, `unload` and `info`, and the other options of the connection above."
     yield "`load` also takes the model's flags of the [generation service](#generation) that LoadModelOptions has.\n"
     yield _table(_models_options(connection))

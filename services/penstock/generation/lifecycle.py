@@ -35,6 +35,13 @@ _NEXT = {
 }
 
 
+class Pause(NamedTuple):
+    """Pause of the engine's steps; `begun` is a time of time.monotonic()."""
+
+    number: int
+    begun: float
+
+
 class Reloaded(NamedTuple):
     """Result of a Reload: seconds after the last request's end, and the requests that its grace aborted."""
 
@@ -62,6 +69,9 @@ class Lifecycle:
         # Drains without a way back: the process is stopping, or its model is being unloaded.
         self._is_stopping = self._is_unloading = False
         self._is_hung = False
+        # The present pause, and the number of pauses so far.
+        self._pause: Pause | None = None
+        self._num_pauses = 0
         # The Reload that is under way, and True when the process takes new work after it.
         self._reload: asyncio.Task[Reloaded] | None = None
         self._resumes_after_reload = False
@@ -106,6 +116,11 @@ class Lifecycle:
     def has_ended(self) -> bool:
         """True once the process has failed, or is closing: it takes no work again. Thread-safe."""
         return self._state is ModelState.UNAVAILABLE
+
+    @property
+    def paused_seconds(self) -> float | None:
+        """Time that the present pause has lasted; None: there is none."""
+        return None if self._pause is None else time.monotonic() - self._pause.begun
 
     @property
     def is_reloading(self) -> bool:
@@ -160,8 +175,9 @@ class Lifecycle:
     # It takes no new work for a while.
 
     def start_drain(self) -> None:
-        """Begin to refuse new work, until `resume`."""
+        """Begin to refuse new work, until `resume`. Live requests go on: a pause ends."""
         self._resumes_after_reload = False
+        self._step_again()
         if self._state is ModelState.READY:
             self._go(ModelState.DRAINING)
             self._notify()
@@ -174,9 +190,41 @@ class Lifecycle:
             raise Unavailable(f"this {what}: send new work elsewhere", reason="DRAINING")
         if self._reload is not None:
             raise FailedPrecondition("a Reload is under way: resume after it", reason="BUSY")
+        self._step_again()
         if self._state is ModelState.DRAINING:
             self._go(ModelState.READY)
             self._notify()
+
+    async def pause(self, seconds: float) -> None:
+        """Refuse new work and hold the engine's steps, until `resume`, or for `seconds` at most.
+
+        It returns once no step runs. Live requests keep their blocks and go on afterwards; aborts and deadlines end
+        them at once. A second pause takes the place of the first. Raises Unavailable as `accepting`.
+        """
+        core = self.accepting() if self._pause is None else self.loaded()
+        self._num_pauses += 1
+        self._pause = Pause(self._num_pauses, time.monotonic())
+        if self._state is ModelState.READY:
+            self._go(ModelState.DRAINING)
+        held = core.loop.pause(self._num_pauses, seconds)
+        self._notify()
+        await self.show_health()
+        # A caller that leaves does not take the pause back: its bound ends it.
+        await asyncio.shield(asyncio.wrap_future(held))
+
+    async def end_pause(self, number: int) -> None:
+        """Take new work again: the engine has ended this pause, which lasted for as long as it may."""
+        if self._pause is not None and self._pause.number == number:
+            self.resume()
+            await self.show_health()
+
+    def _step_again(self) -> None:
+        """End the present pause, if there is one."""
+        if self._pause is not None:
+            self._pause = None
+            if self._core is not None:
+                self._core.loop.resume()
+                self._notify()
 
     async def set_hung(self, hung: bool) -> None:
         """Refuse new work while a step of the engine hangs, and show it as health."""
@@ -203,7 +251,7 @@ class Lifecycle:
             self._reload.cancel()
 
     async def _run_reload(self, core: GenerationCore, grace: float | None) -> Reloaded:
-        was_ready = self._state is ModelState.READY
+        was_ready = self._state is ModelState.READY or self._pause is not None
         self.start_drain()
         self._resumes_after_reload = was_ready
         try:
@@ -227,7 +275,7 @@ class Lifecycle:
 
     def drop_core(self) -> None:
         """Drop the core of a model with an ended engine."""
-        self._core = None
+        self._core = self._pause = None
 
     def end_unload(self) -> None:
         """Note that the unload is over, well or not."""
@@ -235,7 +283,7 @@ class Lifecycle:
 
     def become_empty(self) -> None:
         """Note that there is no model."""
-        self._core = None
+        self._core = self._pause = None
         self._model_name, self._percent_loaded, self._load_stage = "", 0.0, ""
         self._is_hung = self._is_unloading = False
         self._go(ModelState.EMPTY)

@@ -66,14 +66,18 @@ class RunningEngine:
         on_failure: Callable[[BaseException], None],
         set_hung: Callable[[bool], Awaitable[None]],
         check_reload: Callable[[], None] = lambda: None,
+        end_pause: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """Make the parts; `start` runs them. `on_failure` is called when a step has raised, or the watchdog has:
         nothing runs any more.
 
         `set_hung` is called with True when a step hangs, and with False when it ended after all; `check_reload` while
-        weights are read again: it may raise StartCancelled.
+        weights are read again: it may raise StartCancelled; `end_pause` with the number of a pause that has lasted for
+        as long as it may.
         """
         self._on_failure = on_failure
+        self._end_pause = end_pause
+        self._pause_end: asyncio.Future[None] | None = None
         self._check_reload = check_reload
         self._config = config
         self._metrics = metrics
@@ -89,7 +93,7 @@ class RunningEngine:
             hub.deliver(step, outputs)
 
         nice = config.compute_nice
-        loop = EngineLoop(engine, self._events, deliver, self._engine_failed, nice=nice)
+        loop = EngineLoop(engine, self._events, deliver, self._engine_failed, nice=nice, on_pause_over=self._pause_over)
         hub = OutputHub(loop, metrics, lambda: stats.steps, loaded.weights.adapters)
         self._loop = loop
         self._watchdog = Watchdog(loop, hub, loaded.engine.config.heartbeat_seconds, set_hung)
@@ -255,6 +259,10 @@ class RunningEngine:
         access = self.core.access
         if access is not None and access.is_in_use:
             raise FailedPrecondition("Forward streams or leases hold the model: end them first", reason="BUSY")
+
+    def _pause_over(self, number: int) -> None:
+        if self._end_pause is not None:
+            self._pause_end = asyncio.ensure_future(self._end_pause(number))
 
     def dump_soon(self) -> None:
         """Log the engine's state soon."""

@@ -42,6 +42,7 @@ class Load(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_OVERDUE_FIELD_NUMBER: _builtins.int
     STEP_HUNG_FIELD_NUMBER: _builtins.int
+    PAUSED_SECONDS_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
@@ -74,6 +75,8 @@ class Load(_message.Message):
     """It has run far longer than steps of its size take: the engine makes no progress now."""
     step_hung: _builtins.bool
     """It has run long enough to count as hung: health is NOT_SERVING until it ends."""
+    paused_seconds: _builtins.float
+    """Seconds that a pause has held its steps: `draining` is true, and live requests go on after it. Absent: there is none."""
     host_blocks_total: _builtins.int
     """The host pool; all 0: there is none. Free ones keep no prefix, evictable ones keep one that no swapped request holds."""
     host_blocks_free: _builtins.int
@@ -117,6 +120,7 @@ class Load(_message.Message):
         step_seconds: _builtins.float | None = ...,
         step_overdue: _builtins.bool = ...,
         step_hung: _builtins.bool = ...,
+        paused_seconds: _builtins.float | None = ...,
         pace: Global___Pace | None = ...,
         host_blocks_total: _builtins.int = ...,
         host_blocks_free: _builtins.int = ...,
@@ -127,16 +131,20 @@ class Load(_message.Message):
         idle_only_requests: _builtins.int | None = ...,
         measured_at: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_step_seconds", b"_step_seconds", "idle_only_requests", b"idle_only_requests", "pace", b"pace", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_paused_seconds", b"_paused_seconds", "_step_seconds", b"_step_seconds", "idle_only_requests", b"idle_only_requests", "pace", b"pace", "paused_seconds", b"paused_seconds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "group_blocks_used", b"group_blocks_used", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "idle_only_requests", b"idle_only_requests", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "measured_at", b"measured_at", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests", "_paused_seconds", b"_paused_seconds", "_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "group_blocks_used", b"group_blocks_used", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "idle_only_requests", b"idle_only_requests", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "measured_at", b"measured_at", "pace", b"pace", "paused_seconds", b"paused_seconds", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_only_requests: _TypeAlias = _typing.Literal["idle_only_requests"]  # noqa: Y015
     _WhichOneofArgType__idle_only_requests: _TypeAlias = _typing.Literal["_idle_only_requests", b"_idle_only_requests"]  # noqa: Y015
+    _WhichOneofReturnType__paused_seconds: _TypeAlias = _typing.Literal["paused_seconds"]  # noqa: Y015
+    _WhichOneofArgType__paused_seconds: _TypeAlias = _typing.Literal["_paused_seconds", b"_paused_seconds"]  # noqa: Y015
     _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
     _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_only_requests) -> _WhichOneofReturnType__idle_only_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__paused_seconds) -> _WhichOneofReturnType__paused_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_seconds) -> _WhichOneofReturnType__step_seconds | None: ...
 
@@ -753,6 +761,51 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class PauseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    max_seconds: _builtins.float
+    """Seconds until the pause ends by itself: above 0, at most the service's --max-pause-seconds, which is the default."""
+    def __init__(
+        self,
+        *,
+        max_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_seconds", b"_max_seconds", "max_seconds", b"max_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_seconds", b"_max_seconds", "max_seconds", b"max_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_seconds: _TypeAlias = _typing.Literal["max_seconds"]  # noqa: Y015
+    _WhichOneofArgType__max_seconds: _TypeAlias = _typing.Literal["_max_seconds", b"_max_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_seconds) -> _WhichOneofReturnType__max_seconds | None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+
+@_typing.final
+class PauseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    live_requests: _builtins.int
+    """Held until the pause ends."""
+    max_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        live_requests: _builtins.int = ...,
+        max_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_requests", b"live_requests", "max_seconds", b"max_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):

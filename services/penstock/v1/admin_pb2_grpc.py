@@ -85,6 +85,11 @@ class GenerationAdminServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/Pause',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.PauseRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.PauseResponse.FromString,
+                _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/penstock.v1.GenerationAdminService/Resume',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
@@ -179,8 +184,19 @@ class GenerationAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Stop admitting and hold the engine's steps; health turns NOT_SERVING. Answers once no step runs. Live requests keep
+        their keys and values, and go on after Resume; aborts, deadlines and max_time end them meanwhile. WriteWeights and
+        the calls of this service work. It ends by itself at last, and by a Drain, a Reload or the process's stop; a second
+        Pause takes its place. UNAVAILABLE, DRAINING: the process drains.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes new requests again after Drain, and goes on after Pause.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -264,6 +280,11 @@ def add_GenerationAdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.PauseRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.PauseResponse.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
@@ -534,6 +555,33 @@ class GenerationAdminService(object):
             '/penstock.v1.GenerationAdminService/Drain',
             penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/Pause',
+            penstock_dot_v1_dot_admin__pb2.PauseRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.PauseResponse.FromString,
             options,
             channel_credentials,
             insecure,

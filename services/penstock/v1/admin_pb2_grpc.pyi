@@ -53,7 +53,14 @@ class GenerationAdminServiceStub:
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseRequest, _admin_pb2.PauseResponse]
+    """Stop admitting and hold the engine's steps; health turns NOT_SERVING. Answers once no step runs. Live requests keep
+    their keys and values, and go on after Resume; aborts, deadlines and max_time end them meanwhile. WriteWeights and
+    the calls of this service work. It ends by itself at last, and by a Drain, a Reload or the process's stop; a second
+    Pause takes its place. UNAVAILABLE, DRAINING: the process drains.
+    """
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
+    """Takes new requests again after Drain, and goes on after Pause."""
     Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
     """Reads the model's weights again from the same folder and forgets everything computed with the old ones. The process, its
     connections and its counters stay. Drains first and resumes afterwards, unless it was drained before. Briefly needs
@@ -94,7 +101,14 @@ class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
+    Pause: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseRequest, _admin_pb2.PauseResponse]  # type: ignore[assignment]
+    """Stop admitting and hold the engine's steps; health turns NOT_SERVING. Answers once no step runs. Live requests keep
+    their keys and values, and go on after Resume; aborts, deadlines and max_time end them meanwhile. WriteWeights and
+    the calls of this service work. It ends by itself at last, and by a Drain, a Reload or the process's stop; a second
+    Pause takes its place. UNAVAILABLE, DRAINING: the process drains.
+    """
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Takes new requests again after Drain, and goes on after Pause."""
     Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
     """Reads the model's weights again from the same folder and forgets everything computed with the old ones. The process, its
     connections and its counters stay. Drains first and resumes afterwards, unless it was drained before. Briefly needs
@@ -188,11 +202,24 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Stop admitting; health turns NOT_SERVING; running requests finish."""
 
     @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _admin_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PauseResponse, _abc.Awaitable[_admin_pb2.PauseResponse]]:
+        """Stop admitting and hold the engine's steps; health turns NOT_SERVING. Answers once no step runs. Live requests keep
+        their keys and values, and go on after Resume; aborts, deadlines and max_time end them meanwhile. WriteWeights and
+        the calls of this service work. It ends by itself at last, and by a Drain, a Reload or the process's stop; a second
+        Pause takes its place. UNAVAILABLE, DRAINING: the process drains.
+        """
+
+    @_abc_1.abstractmethod
     def Resume(
         self,
         request: _admin_pb2.ResumeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ResumeResponse, _abc.Awaitable[_admin_pb2.ResumeResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.ResumeResponse, _abc.Awaitable[_admin_pb2.ResumeResponse]]:
+        """Takes new requests again after Drain, and goes on after Pause."""
 
     @_abc_1.abstractmethod
     def Reload(

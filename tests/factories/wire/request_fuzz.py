@@ -28,7 +28,7 @@ CALL_SECONDS = 5.0
 # Of calls that never end by themselves.
 WATCH_SECONDS = 0.05
 # They would stop the very service.
-_LEFT_OUT = ("Drain", "Resume", "Reload", "Shutdown", "UnloadModel")
+_LEFT_OUT = ("Drain", "Pause", "Resume", "Reload", "Shutdown", "UnloadModel")
 _BAD = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS)
 _BAD_NUMBERS = {code.value[0]: code.name for code in _BAD}
 # Streams that OK ends only behind their last event.

@@ -11,7 +11,7 @@ from factories.engine.step_gate import held_after
 from factories.servers.generation import generation_service, request, text_checkpoint
 from factories.servers.router import collect, generate, running_router
 from penstock.cli.adapters import run_list
-from penstock.cli.admin_commands import run_drain, run_reload, run_resume
+from penstock.cli.admin_commands import run_drain, run_pause, run_reload, run_resume
 from penstock.cli.client.models import run_info
 from penstock.common.errors import StartupError, Unauthenticated, Unavailable
 from penstock.v1 import common_pb2
@@ -32,15 +32,27 @@ async def test_a_service_is_drained_resumed_and_reloaded(tmp_path: Path, capsys:
         assert isinstance((await service.generate(request())).error, Unavailable)
         await asyncio.to_thread(run_resume, flags)
         assert (await service.generate(request())).error is None
+        await asyncio.to_thread(run_pause, {**flags, "max_seconds": "60"})
+        assert isinstance((await service.generate(request())).error, Unavailable)
+        await asyncio.to_thread(run_resume, flags)
         await asyncio.to_thread(run_reload, flags)
         assert (await service.generate(request())).error is None
         out = capsys.readouterr().out
-        for words in ("drained: it takes no requests until", "resumed: it takes requests", " of weights in "):
+        for words in (
+            "drained: it takes no requests until",
+            "resumed: it takes requests",
+            " of weights in ",
+            "paused for at most 60 s",
+        ):
             assert words in out
 
         async with AsyncClient(service.running.address) as client:
             assert await client.drain(grace=0.0) == 0
             assert (await service.load()).draining
+            await client.resume()
+            assert not (await service.load()).draining
+            assert (await client.pause(max_seconds=60.0)).max_seconds == 60.0
+            assert (await service.load()).HasField("paused_seconds")
             await client.resume()
             assert not (await service.load()).draining
             assert (await client.reload()).weights_bytes > 0

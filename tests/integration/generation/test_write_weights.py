@@ -151,6 +151,30 @@ async def test_a_live_stream_keeps_its_blocks_and_is_told_both_versions(
         await client.write_weights(stored(folders[0]))
 
 
+async def test_a_stream_that_a_pause_holds_goes_on_with_weights_that_are_written_meanwhile(
+    folders: dict[int, Path], service: Client
+) -> None:
+    async with AsyncClient(service.running.address) as client:
+        with held_after(5) as gate:
+            live = asyncio.create_task(service.generate(greedy(LONG)))
+            await service.until(lambda load: load.kv_blocks_used > 0 and gate.is_spent)
+            pausing = asyncio.create_task(client.pause())
+            await service.until(lambda load: load.draining)
+            gate.open()
+            assert (await pausing).live_requests == 1
+        held = await service.load()
+        for seed in (0, 1):
+            written = await client.write_weights(stored(folders[seed]))
+        load = await service.load()
+        assert (load.kv_blocks_used, load.step) == (held.kv_blocks_used, held.step)
+        await client.resume()
+        outcome = await live
+        assert len(outcome.ids()) == LONG
+        first, last = outcome.finished.first_weights_version, outcome.finished.last_weights_version
+        assert (first, last) == (written.weights_version - 2, written.weights_version)
+        await client.write_weights(stored(folders[0]))
+
+
 async def test_a_wrong_message_is_refused_by_its_field_and_changes_nothing(service: Client) -> None:
     before, version = await ids(service), (await info(service)).weights_version
     data = torch.ones(HIDDEN).numpy().tobytes()

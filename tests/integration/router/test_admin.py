@@ -188,6 +188,10 @@ async def test_a_real_backend_is_looked_into_drained_and_resumed() -> None:
             await router.until("backend_up", 0, backend=process.address)
             await admin.Resume(admin_pb2.ResumeRequest())
             await router.until("backend_up", 1, backend=process.address)
+            assert (await admin.Pause(admin_pb2.PauseRequest(max_seconds=60))).max_seconds == 60
+            await router.until("backend_up", 0, backend=process.address)
+            await admin.Resume(admin_pb2.ResumeRequest())
+            await router.until("backend_up", 1, backend=process.address)
             few = config_pb2.GenerationConfig(max_new_tokens=8)
             assert (await collect(router.stub.Generate(generate(config=few)))).finished
     finally:

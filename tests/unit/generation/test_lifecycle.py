@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,19 @@ class Core:
     def __init__(self) -> None:
         self.told = 0
         self.hub = SimpleNamespace(notify=self._notify)
+        # (number, seconds) of pauses, None for each end.
+        self.pauses: list[tuple[int, float] | None] = []
+        self.loop = SimpleNamespace(pause=self._pause, resume=lambda: self.pauses.append(None))
         self.may_reload = asyncio.Event()
 
     def _notify(self) -> None:
         self.told += 1
+
+    def _pause(self, number: int, seconds: float) -> Future[None]:
+        self.pauses.append((number, seconds))
+        held: Future[None] = Future()
+        held.set_result(None)
+        return held
 
     async def finish(self, _: float | None) -> int:
         return 3
@@ -160,3 +170,57 @@ async def test_a_reload_ends_with_the_process() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reload
     assert (lifecycle.is_reloading, lifecycle.state) == (False, ModelState.UNAVAILABLE)
+
+
+async def test_a_paused_process_takes_no_new_work_until_it_is_resumed() -> None:
+    process = Process()
+    lifecycle = process.ready()
+    await lifecycle.pause(5.0)
+    assert (lifecycle.state, reason(lifecycle), process.shown) == (ModelState.DRAINING, "DRAINING", [False])
+    assert lifecycle.paused_seconds is not None
+    # Longer than was asked for at first.
+    await lifecycle.pause(9.0)
+    assert process.core.pauses == [(1, 5.0), (2, 9.0)]
+    lifecycle.resume()
+    assert lifecycle.accepting() is process.core
+    assert lifecycle.paused_seconds is None
+    assert process.core.pauses[-1] is None
+
+
+async def test_a_process_that_drains_is_not_paused() -> None:
+    process = Process()
+    lifecycle = process.ready()
+    lifecycle.start_drain()
+    with pytest.raises(Unavailable) as refused:
+        await lifecycle.pause(5.0)
+    assert (refused.value.reason, process.core.pauses) == ("DRAINING", [])
+
+
+async def test_a_drain_ends_a_pause_and_takes_no_work_after_it() -> None:
+    process = Process()
+    lifecycle = process.ready()
+    await lifecycle.pause(5.0)
+    lifecycle.start_drain()
+    assert process.core.pauses == [(1, 5.0), None]
+    await lifecycle.end_pause(1)
+    assert (lifecycle.state, lifecycle.paused_seconds) == (ModelState.DRAINING, None)
+
+
+async def test_a_pause_that_ends_by_itself_ends_no_other() -> None:
+    process = Process()
+    lifecycle = process.ready()
+    await lifecycle.pause(5.0)
+    await lifecycle.pause(9.0)
+    await lifecycle.end_pause(1)
+    assert lifecycle.state is ModelState.DRAINING
+    await lifecycle.end_pause(2)
+    assert (lifecycle.state, process.shown[-1]) == (ModelState.READY, True)
+
+
+async def test_a_reload_ends_a_pause_and_takes_work_after_it() -> None:
+    process = Process()
+    lifecycle = process.ready()
+    await lifecycle.pause(5.0)
+    process.core.may_reload.set()
+    await lifecycle.reload(None)
+    assert (lifecycle.state, lifecycle.paused_seconds) == (ModelState.READY, None)

@@ -22,6 +22,10 @@ class WatchedLoop(Protocol):
     def step_in_progress(self) -> StepView:
         """Return the state of the thread's current step, at once."""
 
+    @property
+    def is_paused(self) -> bool:
+        """True while a pause holds its steps."""
+
     def forgive_step(self, seconds: float) -> None:
         """Subtract time from the thread's current step."""
 
@@ -74,8 +78,8 @@ class Watchdog:
         view = self._loop.step_in_progress
         if not view.is_overdue:
             self._hub.beat()
-        if view.seconds >= self._seconds:
-            # The load has changed: a watcher sees how long the step runs.
+        if view.seconds >= self._seconds or self._loop.is_paused:
+            # The load has changed: a watcher sees how long the step runs, or the pause lasts.
             self._hub.notify()
         is_hung = view.is_hung and self._suspect == view.began
         self._suspect = view.began if view.is_hung else None

@@ -146,6 +146,12 @@ class EngineOptions:
         group=PROGRESS,
         minimum=1,
     )
+    max_pause_seconds: float = option(
+        600.0,
+        "Longest pause (the call Pause): after it the engine steps again, although nobody has resumed it.",
+        group=PROGRESS,
+        minimum=0.1,
+    )
     dump_groups: int = option(
         64, "Requests of each queue that a dump of the engine's state lists one by one.", group=INSIDE, minimum=0
     )

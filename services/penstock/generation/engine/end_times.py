@@ -31,6 +31,11 @@ class DeadlineQueue(Generic[Key]):
     def __contains__(self, key: Key) -> bool:
         return key in self._times
 
+    @property
+    def earliest(self) -> float:
+        """Time before which nothing is due; infinite when nothing has a time."""
+        return self._earliest
+
     def set(self, key: Key, time: float) -> None:
         """Make `key` due once `time` has passed."""
         self._times[key] = time
@@ -66,6 +71,11 @@ class EndTimes:
     def have_latest_starts(self) -> bool:
         """True while a request with a latest start waits."""
         return bool(self._latest_starts)
+
+    @property
+    def earliest(self) -> float:
+        """Time before which no request has to end; it may be earlier than the first that has to."""
+        return min(queue.earliest for queue in (self._deadlines, self._max_times, self._latest_starts))
 
     def accept(self, group: SequenceGroup) -> None:
         """Note a request that begins to wait."""

@@ -270,6 +270,23 @@ class Engine:
             self._forget(self._scheduler.go_idle())
         return self._take_outputs()
 
+    @property
+    def next_end(self) -> float:
+        """Time of the engine's clock before which no request has to end by its deadline or max_time."""
+        return self._end_times.earliest
+
+    def end_overdue(self) -> list[RequestOutput]:
+        """End requests with a time that has passed, as a step does, without a forward pass.
+
+        Return outputs, of calls before it, too. Live requests keep their blocks.
+        """
+        # Time without steps is no step's.
+        self._last_step_end = None
+        self._end_overdue(self._clock())
+        if not self._scheduler.has_work:
+            self._forget(self._scheduler.go_idle())
+        return self._take_outputs()
+
     def fail_all(self) -> list[RequestOutput]:
         """End every live request after `step` has raised; the engine is not used any more.
 

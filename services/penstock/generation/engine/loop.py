@@ -42,6 +42,8 @@ class EngineLoop:
 
     A queued request needs no timer for its deadline: while a request is queued or running the engine steps, and every
     step first ends overdue requests. Those of idle capacity rest between their steps for a multiple of a step's time.
+    A pause holds the steps: then the thread sleeps until the first request has to end, a command comes, or the pause
+    has lasted for as long as it may.
     """
 
     def __init__(
@@ -52,10 +54,14 @@ class EngineLoop:
         on_failure: Callable[[BaseException], None],
         *,
         nice: int = 0,
+        on_pause_over: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`deliver` (engine steps so far, outputs of the last one) and `on_failure` run on `loop`.
 
         `nice` is added to the niceness of the thread, and of the threads that its kernels start (Linux only).
+
+        `on_pause_over` (number of the pause) runs on `loop` when a pause has ended since it lasted for as long as it
+        may.
 
         After `on_failure` the engine is dead: every live request has had its FinishedOutput (`Engine.fail_all`), and
         the process should exit.
@@ -64,6 +70,7 @@ class EngineLoop:
         self._loop = loop
         self._deliver = deliver
         self._on_failure = on_failure
+        self._on_pause_over = on_pause_over
         self._nice = nice
         self._condition = threading.Condition()
         # Guarded by the condition.
@@ -87,6 +94,9 @@ class EngineLoop:
         # Used by the thread only: commands from the inbox, and outputs of requests that the engine refused.
         self._commands: deque[Callable[[], None]] = deque()
         self._refused: list[RequestOutput] = []
+        # Written by the thread only: number of the present pause, and the time of the engine's clock at which it ends
+        # by itself.
+        self._pause: tuple[int, float] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -141,6 +151,26 @@ class EngineLoop:
                 self._post(lambda: _fulfil(future, call, self._engine))
         return future
 
+    def pause(self, number: int, seconds: float) -> Future[None]:
+        """Take no step from now on, for at most `seconds`; a second pause takes the place of the first. Thread-safe.
+
+        Live requests keep their blocks and go on afterwards. Commands, aborts and deadlines are carried out meanwhile.
+        The future is done once no step runs; it fails as that of `run_on_engine`. `number` names it to `on_pause_over`.
+        """
+
+        def begin(engine: Engine) -> None:
+            self._pause = number, engine.now() + seconds
+
+        return self.run_on_engine(begin)
+
+    def resume(self) -> Future[None]:
+        """Step again, if there is a pause. Thread-safe. The future is as that of `run_on_engine`."""
+
+        def end(_: Engine) -> None:
+            self._pause = None
+
+        return self.run_on_engine(end)
+
     async def dump(self, wait_seconds: float | None = None) -> EngineDump:
         """Return the engine's state between two steps. Await it on the event loop.
 
@@ -163,10 +193,15 @@ class EngineLoop:
             load, unseen = self._load, self._num_unseen
         if unseen:
             return load._replace(waiting_requests=load.waiting_requests + unseen)
-        if load.waiting_requests or load.running_requests:
+        if (load.waiting_requests or load.running_requests) and not self.is_paused:
             return load
-        # Nothing has come since the last step: its figures are those of now.
+        # Nothing has happened since the last step: its figures are those of now.
         return load._replace(measured_at=self._engine.now())
+
+    @property
+    def is_paused(self) -> bool:
+        """True while a pause holds the steps. Thread-safe."""
+        return self._pause is not None
 
     @property
     def step_in_progress(self) -> StepView:
@@ -274,7 +309,7 @@ class EngineLoop:
         try:
             while self._wait_for_work():
                 watch.begin()
-                outputs = self._engine.step()
+                outputs = self._engine.step() if self._pause is None else self._rest()
                 watch.end()
                 self._publish(outputs)
                 # Without this, the thread would keep the last requests and their adapters while it waits for work.
@@ -295,11 +330,10 @@ class EngineLoop:
 
         False: stop.
         """
-        engine = self._engine
         while True:
             with self._condition:
                 while not (self._inbox or self._stopping):
-                    seconds = engine.rest_seconds() if engine.has_work else None
+                    seconds = self._seconds_to_rest()
                     if seconds == 0.0:
                         return True
                     self._condition.wait(seconds)
@@ -307,10 +341,28 @@ class EngineLoop:
                     return False
                 self._take_inbox()
             self._run_commands()
-            if not engine.rest_seconds():
+            # A pause shows what the commands did at once, although no step follows.
+            if self._pause is not None or not self._engine.rest_seconds():
                 return True
             # No step follows the commands now.
-            engine.watch.end()
+            self._engine.watch.end()
+
+    def _seconds_to_rest(self) -> float | None:
+        """Return the seconds until there is something to do without a command; None: nothing but a command."""
+        engine = self._engine
+        if self._pause is not None:
+            return max(min(self._pause[1], engine.next_end) - engine.now(), 0.0)
+        return engine.rest_seconds() if engine.has_work else None
+
+    def _rest(self) -> list[RequestOutput]:
+        """Do what a pause leaves to do, in place of a step, and end it when its time is over."""
+        assert self._pause is not None
+        number, until = self._pause
+        if self._engine.now() >= until:
+            _log.warning("a pause lasted for as long as it may: the engine steps again")
+            self._pause = None
+            self._call_soon(self._on_pause_over, number)
+        return self._engine.end_overdue()
 
     def _take_inbox(self) -> None:
         """Move commands out of the inbox. The condition is held."""

@@ -206,6 +206,7 @@ class ModelHolder:
             config,
             self._metrics,
             set_hung=lifecycle.set_hung,
+            end_pause=lifecycle.end_pause,
             on_failure=self.fail,
             check_reload=self._check_running,
         )

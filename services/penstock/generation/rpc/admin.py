@@ -136,8 +136,19 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         await core.finish(grace)
         return admin_pb2.DrainResponse(running_requests=core.hub.num_live)
 
+    async def Pause(self, request: admin_pb2.PauseRequest, context: Context) -> admin_pb2.PauseResponse:
+        """Refuse new work and hold the engine's steps; live requests keep their blocks."""
+        core = self._lifecycle.loaded()
+        most = core.loaded.engine.config.max_pause_seconds
+        seconds = request.max_seconds if request.HasField("max_seconds") else most
+        # NaN fails every comparison.
+        if not 0 < seconds <= most:
+            raise InvalidArgument("max_seconds", f"must be above 0 and at most {most:g} (--max-pause-seconds)")
+        await self._lifecycle.pause(seconds)
+        return admin_pb2.PauseResponse(live_requests=core.hub.num_live, max_seconds=seconds)
+
     async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeResponse:
-        """Take new work again after Drain."""
+        """Take new work again after Drain, and go on after Pause."""
         self._lifecycle.loaded()
         self._lifecycle.resume()
         await self._lifecycle.show_health()
@@ -186,7 +197,8 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         limit, start_id = config.max_queued_requests, self._lifecycle.start_id
         version = core.adapter_access.version
         # Requests in preparation count, too: a router takes uncounted requests for forgotten.
-        return convert.from_load(core.load, view, self._lifecycle.state.value, limit, start_id, version)
+        state, paused = self._lifecycle.state.value, self._lifecycle.paused_seconds
+        return convert.from_load(core.load, view, state, limit, start_id, version, paused)
 
 
 def _adapter(info: AdapterInfo, access: AdapterAccess) -> admin_pb2.Adapter:

@@ -329,8 +329,10 @@ def from_load(
     max_queued_requests: int,
     start_id: str,
     adapters_version: int = 0,
+    paused_seconds: float | None = None,
 ) -> admin_pb2.Load:
-    """Return the facts that a router needs for placing a request. `state` is a ModelState's number."""
+    """Return the facts that a router needs for placing a request. `state` is a ModelState's number; `paused_seconds`:
+    what a pause of the steps has lasted, None: there is none."""
     return admin_pb2.Load(
         **{**load._asdict(), "pace": _pace(load.pace)},
         step_seconds=view.seconds,
@@ -341,6 +343,7 @@ def from_load(
         max_queued_requests=max_queued_requests,
         process_start_id=start_id,
         adapters_version=adapters_version,
+        paused_seconds=paused_seconds,
     )
 
 

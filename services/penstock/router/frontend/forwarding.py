@@ -263,8 +263,13 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         answer: admin_pb2.DrainResponse = await self._call("Drain", request, context)
         return answer
 
+    async def Pause(self, request: admin_pb2.PauseRequest, context: Context) -> admin_pb2.PauseResponse:
+        """Hold the steps of the backend's engine; the router sends new requests elsewhere."""
+        answer: admin_pb2.PauseResponse = await self._call("Pause", request, context)
+        return answer
+
     async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeResponse:
-        """Let the backend admit again."""
+        """Let the backend admit again, and step again."""
         answer: admin_pb2.ResumeResponse = await self._call("Resume", request, context)
         return answer
 

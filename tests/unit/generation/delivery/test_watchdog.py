@@ -13,6 +13,8 @@ from structlog.testing import capture_logs
 class Loop:
     """Engine's loop whose step is what the test says."""
 
+    is_paused = False
+
     def __init__(self) -> None:
         self.step_in_progress = StepView()
         self.forgiven = list[float]()

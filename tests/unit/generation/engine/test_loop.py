@@ -58,7 +58,15 @@ class Bench:
         self.deliveries = 0
         self.failures: list[BaseException] = []
         self.changed = asyncio.Condition()
-        self.loop = EngineLoop(self.engine, asyncio.get_running_loop(), self._deliver, self._fail, nice=nice)
+        self.pauses_over: list[int] = []
+        self.loop = EngineLoop(
+            self.engine,
+            asyncio.get_running_loop(),
+            self._deliver,
+            self._fail,
+            nice=nice,
+            on_pause_over=self._note_pause_over,
+        )
 
     def _deliver(self, step: int, outputs: list[RequestOutput]) -> None:
         self.deliveries += 1
@@ -67,6 +75,10 @@ class Bench:
 
     def _fail(self, failure: BaseException) -> None:
         self.failures.append(failure)
+        self._notification = asyncio.ensure_future(self._notify())
+
+    def _note_pause_over(self, number: int) -> None:
+        self.pauses_over.append(number)
         self._notification = asyncio.ensure_future(self._notify())
 
     async def _notify(self) -> None:
@@ -408,3 +420,107 @@ async def test_a_rest_does_not_hold_up_the_end() -> None:
     finished = (await bench.end_of(line)).finished
     assert finished is not None
     assert isinstance(finished.error, PenstockError)
+
+
+# Pauses.
+
+
+def reason_of(answer: Answer) -> FinishReason:
+    assert answer.finished is not None
+    return answer.finished.sequences[0].reason
+
+
+async def paused(bench: Bench, seconds: float = 600.0, **fields: Any) -> tuple[Request, list[int]]:
+    """Pause in the middle of a request's answer. Return it and its ids so far."""
+    runner = bench.runner
+    assert isinstance(runner, GatedRunner)
+    bench.loop.submit(item := request([1, 2, 3], max_new_tokens=20, **fields))
+    assert runner.entered.acquire(timeout=60)
+    held = bench.loop.pause(1, seconds)
+    runner.open()
+    await asyncio.wrap_future(held)
+    await bench.until(lambda: item.request_id in bench.answers)
+    return item, list(bench.answers[item.request_id].ids[0])
+
+
+async def test_a_pause_holds_the_steps_and_the_blocks_and_the_answer_stays_the_same() -> None:
+    async with running() as bench:
+        bench.loop.submit(plain := request([1, 2, 3], max_new_tokens=20))
+        whole = (await bench.end_of(plain)).ids[0]
+    async with running(GatedRunner(engine_config())) as bench:
+        item, begun = await paused(bench)
+        steps, used = len(bench.runner.steps), bench.loop.load.kv_blocks_used
+        assert 0 < len(begun) < 20
+        assert used > 0
+        # The control channel proves that the thread has gone through its loop since.
+        for _ in range(3):
+            assert await asyncio.wrap_future(bench.loop.run_on_engine(lambda engine: engine.has_work))
+        bench.loop.submit(late := request([7], max_new_tokens=2))
+        await asyncio.wrap_future(bench.loop.run_on_engine(lambda _: None))
+        assert (len(bench.runner.steps), bench.loop.load.kv_blocks_used, bench.loop.is_paused) == (steps, used, True)
+        await asyncio.wrap_future(bench.loop.resume())
+        assert not bench.loop.is_paused
+        assert (await bench.end_of(item)).ids[0] == whole
+        await bench.end_of(late)
+        # No prompt was computed again: a row for each token after the first.
+        assert sum(step.num_tokens for step in bench.runner.steps) == 3 + 19 + 2
+        assert not bench.pauses_over
+
+
+async def test_an_abort_in_a_pause_ends_its_request_at_once() -> None:
+    async with running(GatedRunner(engine_config())) as bench:
+        item, begun = await paused(bench)
+        bench.loop.abort([item.request_id])
+        answer = await bench.end_of(item)
+        assert (answer.ids[0], reason_of(answer)) == (begun, FinishReason.ABORTED)
+        assert (bench.loop.load.kv_blocks_used, bench.loop.load.running_requests) == (0, 0)
+        assert bench.loop.is_paused
+
+
+async def test_a_deadline_in_a_pause_ends_its_request_at_once() -> None:
+    async with running(GatedRunner(engine_config())) as bench:
+        item, begun = await paused(bench, arrival_time=time.monotonic(), deadline=time.monotonic() + 0.5)
+        answer = await bench.end_of(item)
+        assert answer.ids[0] == begun
+        assert answer.finished is not None
+        assert isinstance(answer.finished.error, DeadlineExceeded)
+        assert bench.loop.is_paused
+
+
+async def test_max_time_counts_in_a_pause() -> None:
+    async with running(GatedRunner(engine_config())) as bench:
+        item, begun = await paused(bench, max_time=0.3)
+        answer = await bench.end_of(item)
+        assert (answer.ids[0], reason_of(answer)) == (begun, FinishReason.MAX_TIME)
+        assert bench.loop.is_paused
+
+
+async def test_a_pause_that_is_forgotten_ends_by_itself() -> None:
+    async with running(GatedRunner(engine_config())) as bench:
+        item, _ = await paused(bench, 0.2)
+        assert len((await bench.end_of(item)).ids[0]) == 20
+        await bench.until(lambda: bench.pauses_over == [1])
+        assert not bench.loop.is_paused
+
+
+async def test_a_second_pause_takes_the_place_of_the_first() -> None:
+    async with running(GatedRunner(engine_config())) as bench:
+        item, _ = await paused(bench, 600.0)
+        await asyncio.wrap_future(bench.loop.pause(2, 0.1))
+        await bench.end_of(item)
+        await bench.until(lambda: bench.pauses_over == [2])
+
+
+async def test_time_in_a_pause_is_no_steps_time() -> None:
+    """The pace that deadlines are held against must not fall."""
+    async with running(GatedRunner(engine_config())) as bench:
+        item, _ = await paused(bench, 0.5)
+        await bench.end_of(item)
+        assert bench.loop.load.pace.step_seconds < 0.4
+
+
+async def test_a_paused_engine_can_be_stopped() -> None:
+    async with running(GatedRunner(engine_config())) as bench:
+        item, _ = await paused(bench)
+        assert await asyncio.to_thread(bench.loop.stop, 60.0)
+        assert reason_of(await bench.end_of(item)) == FinishReason.ERROR
