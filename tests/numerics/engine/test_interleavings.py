@@ -37,7 +37,7 @@ from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.adapters.store import AdapterStore
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.request import Request
+from penstock.generation.core.request import Request, RequestOutput
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
@@ -297,14 +297,26 @@ class World:
     def _step(self) -> None:
         outputs = self.engine.step()
         self.now += 1.0
+        self._take(outputs)
+        assert not self.engine._scheduler.copies.listed(), "copies are left of a step"
+        self.seen["swapped_requests"] += self.engine.load().swapped_requests > 0
+
+    def _take(self, outputs: list[RequestOutput]) -> None:
         collect(self.answers, outputs)
         for output in outputs:
             if output.finished is not None:
                 item = self.live.pop(output.request.request_id)
                 if item.adapter is not None:
                     self.store.release(item.adapter)
-        assert not self.engine._scheduler.copies.listed(), "copies are left of a step"
-        self.seen["swapped_requests"] += self.engine.load().swapped_requests > 0
+
+    def pause(self) -> None:
+        """Take no step for a while: requests may have to end all the same."""
+        self.engine.pause_began()
+        for _ in range(self.random.randint(1, 3)):
+            self.now += self.random.choice([0.0, 1.0, 10.0])
+            self._take(self.engine.end_overdue())
+        self.engine.pause_ended()
+        self.seen["held_in_a_pause"] += self.engine.load().running_requests
 
     def abort(self) -> None:
         live = self.engine._groups
@@ -504,6 +516,7 @@ class World:
             self.advance_named: 12,
             self.end_named: 1,
             self.reload: 1,
+            self.pause: 2,
         }
         for _ in range(num_events):
             self.random.choices(list(events), list(events.values()))[0]()
@@ -636,6 +649,7 @@ def test_whatever_happens_for_long(random_model: Served, first: int) -> None:
     for seed in range(first, first + 20):
         seen += check(random_model, Alone(random_model), 1000 + seed, 250)
     rare = ("reloaded", "swaps", "aborted_while_swapped", "host_prefix_hit_tokens", "claimed", "slots_full")
+    rare += ("held_in_a_pause",)
     assert min(seen[what] for what in rare) > 0, seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -115,6 +116,8 @@ class Engine:
         self._idle_rest = IdleRest(config.idle_share)
         # End of the last step, while work goes on: the time from here on counts for the next step.
         self._last_step_end: float | None = None
+        # End of the last pause of the steps; infinite while there is one.
+        self._paused_until = -math.inf
         # The last step had no room for all waiting work.
         self._leaves_waiting = False
         self._order = itertools.count()
@@ -286,6 +289,15 @@ class Engine:
         if not self._scheduler.has_work:
             self._forget(self._scheduler.go_idle())
         return self._take_outputs()
+
+    def pause_began(self) -> None:
+        """Note that the caller takes no step until `pause_ended`."""
+        self.stats.pauses += 1
+        self._paused_until = math.inf
+
+    def pause_ended(self) -> None:
+        """Note that steps follow again."""
+        self._paused_until = self._clock()
 
     def fail_all(self) -> list[RequestOutput]:
         """End every live request after `step` has raised; the engine is not used any more.
@@ -511,7 +523,7 @@ class Engine:
             group.begun_at = now
             self._end_times.begin(group)
             if group.request.fair_share_key != IDLE_TENANT:
-                self._meter.started(group.expected, group.request.arrival_time, now)
+                self._meter.started(group.expected, group.request.arrival_time, now, was_paused=self._was_paused(group))
 
     def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], result: RunnerOutput) -> None:
         if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group, sampled)):
@@ -685,9 +697,20 @@ class Engine:
         if request.fair_share_key == IDLE_TENANT:
             # It rests for any time, and others do not wait for it: no forecast learns from it.
             return
-        self._meter.ended(group.expected, request.arrival_time, group.begun_at, self._clock(), generated)
+        self._meter.ended(
+            group.expected,
+            request.arrival_time,
+            group.begun_at,
+            self._clock(),
+            generated,
+            was_paused=self._was_paused(group),
+        )
         if request.purpose is Purpose.GENERATE and group.report.scheduled_at is not None:
             self._meter.answered(generated, output_limit(self.config, request), is_whole=is_whole)
+
+    def _was_paused(self, group: SequenceGroup) -> bool:
+        """True for a request that was there in a pause: the time that it took says nothing about the pace."""
+        return group.request.arrival_time < self._paused_until
 
     def _pace(self, running_sequences: int) -> Pace:
         waiting = self._scheduler.waiting

@@ -159,6 +159,7 @@ class EngineLoop:
         """
 
         def begin(engine: Engine) -> None:
+            engine.pause_began()
             self._pause = number, engine.now() + seconds
 
         return self.run_on_engine(begin)
@@ -166,10 +167,7 @@ class EngineLoop:
     def resume(self) -> Future[None]:
         """Step again, if there is a pause. Thread-safe. The future is as that of `run_on_engine`."""
 
-        def end(_: Engine) -> None:
-            self._pause = None
-
-        return self.run_on_engine(end)
+        return self.run_on_engine(lambda _: self._end_pause())
 
     async def dump(self, wait_seconds: float | None = None) -> EngineDump:
         """Return the engine's state between two steps. Await it on the event loop.
@@ -360,9 +358,15 @@ class EngineLoop:
         number, until = self._pause
         if self._engine.now() >= until:
             _log.warning("a pause lasted for as long as it may: the engine steps again")
-            self._pause = None
+            self._end_pause()
             self._call_soon(self._on_pause_over, number)
         return self._engine.end_overdue()
+
+    def _end_pause(self) -> None:
+        """End the present pause, if there is one, on the thread."""
+        if self._pause is not None:
+            self._pause = None
+            self._engine.pause_ended()
 
     def _take_inbox(self) -> None:
         """Move commands out of the inbox. The condition is held."""

@@ -95,21 +95,31 @@ class PaceMeter:
         step_seconds = pace.step_seconds_of(demand)
         return ExpectedTime(wait, wait / self._wait_error, step_seconds, prompt_steps, pace.output(demand))
 
-    def started(self, expected: ExpectedTime, arrival: float, now: float) -> None:
-        """Take a request's first step; it is now."""
+    def started(self, expected: ExpectedTime, arrival: float, now: float, *, was_paused: bool = False) -> None:
+        """Take a request's first step; it is now. `was_paused`: its wait says nothing about those of others."""
         self._ages.began(expected, now)
         forecast = expected.raw_wait_seconds
-        if forecast > 4 * self._step_seconds:
+        if not was_paused and forecast > 4 * self._step_seconds:
             error = self._wait_error + _WAIT_WEIGHT * ((now - arrival) / forecast - self._wait_error)
             self._wait_error = min(max(error, _LEAST_ERROR), _MOST_ERROR)
 
     def ended(
-        self, expected: ExpectedTime, arrival: float, started: float | None, now: float, generated: float
+        self,
+        expected: ExpectedTime,
+        arrival: float,
+        started: float | None,
+        now: float,
+        generated: float,
+        *,
+        was_paused: bool = False,
     ) -> None:
-        """Take a request's end: its first step, if it had one, and the tokens that it generated for each sequence."""
+        """Take a request's end: its first step, if it had one, and the tokens that it generated for each sequence.
+
+        `was_paused` as in `started`.
+        """
         if started is not None:
             self._ages.ended(expected, started)
-        if expected.wait_seconds:
+        if expected.wait_seconds and not was_paused:
             # By its true length: a long answer is not an error of the pace.
             forecast = expected.wait_seconds if started is None else expected.seconds(generated)
             self._errors.note(now - arrival, forecast * self._headroom, now)

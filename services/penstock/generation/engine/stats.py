@@ -47,6 +47,8 @@ class EngineStats:
     # Preemptions that copied blocks to the host pool; computed tokens that the others discarded.
     swaps: int = 0
     preempted_tokens: int = 0
+    # Pauses of the steps that operators asked for.
+    pauses: int = 0
     evictions: int = 0
     # Blocks that were copied to the host pool and from it, for swaps and for prefixes; the time that this took.
     host_out_blocks: int = 0

@@ -67,7 +67,7 @@ PLAIN, STATES, WINDOW, GROUPS = "plain", "states", "window", "groups"
 WANTED = {
     PLAIN: (
         "swaps", "recomputed", "prefix_hit_tokens", "host_prefix_hit_tokens", "accepted_draft_tokens", "reloaded",
-        "aborted_while_swapped", "released_while_swapped", "copied", "claimed",
+        "aborted_while_swapped", "released_while_swapped", "copied", "claimed", "ended_in_a_pause", "held_in_a_pause",
     ),
     STATES: ("recomputed", "prefix_hit_tokens"),
     WINDOW: ("swaps", "recomputed", "prefix_hit_tokens", "accepted_draft_tokens"),
@@ -191,6 +191,23 @@ class World:
             self.now += 1.0
             assert not self.engine._scheduler.copies.listed(), "copies are left of a step"
 
+    def pause(self) -> None:
+        """Take no step for a while: requests may have to end all the same."""
+        before = self.engine.load()
+        self.engine.pause_began()
+        for _ in range(self.random.randint(1, 3)):
+            if self.random.random() < 0.3:
+                self.abort()
+            self.now += self.random.choice([0.0, 1.0, 10.0])
+            collect(self.answers, self.engine.end_overdue())
+            assert self.engine.next_end >= self.now
+        self.engine.pause_ended()
+        load = self.engine.load()
+        assert (load.step, load.kv_blocks_used <= before.kv_blocks_used) == (before.step, True)
+        ended = before.waiting_requests + before.running_requests - load.waiting_requests - load.running_requests
+        self.seen["ended_in_a_pause"] += ended
+        self.seen["held_in_a_pause"] += load.running_requests
+
     def abort(self) -> None:
         live = self.engine._groups
         if live:
@@ -280,7 +297,7 @@ class World:
     def play(self, num_events: int) -> None:
         events = {
             self.submit: 30, self.step: 40, self.abort: 4, self.release_cache: 4, self.clear_cache: 2,
-            self.command: 5, self.claim: 6, self.reload: 1,
+            self.command: 5, self.claim: 6, self.reload: 1, self.pause: 2,
         }  # fmt: skip
         for _ in range(num_events):
             self.random.choices(list(events), list(events.values()))[0]()
@@ -359,7 +376,7 @@ def play(kind: str, seeds: range, num_events: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seeds"), [(PLAIN, range(5)), (STATES, range(2)), (WINDOW, range(3)), (GROUPS, range(6))]
+    ("kind", "seeds"), [(PLAIN, range(19, 24)), (STATES, range(2)), (WINDOW, range(3)), (GROUPS, range(6))]
 )
 def test_whatever_happens_every_answer_is_the_one_alone(kind: str, seeds: range) -> None:
     play(kind, seeds, 120)

@@ -503,6 +503,45 @@ async def test_a_pause_that_is_forgotten_ends_by_itself() -> None:
         assert not bench.loop.is_paused
 
 
+async def test_a_pause_does_not_keep_a_processor_busy() -> None:
+    async with running(GatedRunner(engine_config())) as bench:
+        item, _ = await paused(bench, deadline=time.monotonic() + 600.0)
+        looks, end_overdue = 0, bench.engine.end_overdue
+
+        def count() -> list[RequestOutput]:
+            nonlocal looks
+            looks += 1
+            return end_overdue()
+
+        bench.engine.end_overdue = count  # type: ignore[method-assign]
+        await asyncio.sleep(0.3)
+        assert looks == 0
+        assert bench.loop.step_in_progress.seconds == 0.0
+        bench.loop.abort([item.request_id])
+        await bench.end_of(item)
+        assert looks == 1
+
+
+async def test_a_pause_holds_idle_capacity_and_its_rest_goes_on_after_it() -> None:
+    runner = TimedRunner(engine_config())
+    bench = Bench(runner, clock=lambda: runner.now)
+    bench.loop.start()
+    try:
+        bench.loop.submit(caller := request([1], max_new_tokens=1))
+        await bench.end_of(caller)
+        bench.loop.submit(line := request([2], max_new_tokens=2, fair_share_key=IDLE_TENANT))
+        await bench.until(lambda: line.request_id in bench.answers)
+        await asyncio.wrap_future(bench.loop.pause(1, 600.0))
+        # The rest is over long before the pause is.
+        runner.now += 100.0
+        for _ in range(3):
+            assert await asyncio.wrap_future(bench.loop.run_on_engine(lambda engine: engine.stats.steps)) == 2
+        await asyncio.wrap_future(bench.loop.resume())
+        assert len((await bench.end_of(line)).ids[0]) == 2
+    finally:
+        await asyncio.to_thread(bench.loop.stop)
+
+
 async def test_a_second_pause_takes_the_place_of_the_first() -> None:
     async with running(GatedRunner(engine_config())) as bench:
         item, _ = await paused(bench, 600.0)

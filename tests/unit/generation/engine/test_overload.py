@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
-from factories.engine.open_loop import Flow, Slowdown, simulate
+from factories.engine.open_loop import Flow, Slowdown, TimedRunner, simulate
 from penstock.common.errors import DeadlineExceeded
 from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Purpose
@@ -61,6 +61,37 @@ def test_a_load_that_fits_is_not_refused() -> None:
     (outcome,) = simulate([Flow(40.0, deadline_seconds=1.0, end=SECONDS)])
     assert not outcome.refused
     assert not outcome.late
+
+
+@pytest.mark.parametrize("ends", ["after", "within"])
+def test_a_pause_teaches_no_forecast(ends: str) -> None:
+    """Otherwise the first minutes after it would refuse requests that can be in time."""
+    runner = TimedRunner(0.03, 0.001)
+    config = engine_config(num_blocks=4096, block_size=16, max_batch_tokens=512, max_running_sequences=4)
+    engine = Engine(config, runner, None, clock=lambda: runner.now)  # type: ignore[arg-type]
+
+    def crowd(pause_seconds: float = 0.0) -> Pace:
+        items = [request([number] * 40, max_new_tokens=8, arrival_time=runner.now) for number in range(24)]
+        for item in items:
+            engine.add(item)
+        for _ in range(20):
+            engine.step()
+        if pause_seconds:
+            engine.pause_began()
+            runner.now += pause_seconds
+            for item in items if ends == "within" else ():
+                engine.abort(item.request_id)
+            engine.end_overdue()
+            engine.pause_ended()
+        while engine.has_work:
+            engine.step()
+        return engine.load().pace
+
+    crowd()
+    before, after = crowd(), crowd(600.0)
+    assert after.headroom_of(10.0, 1.0) <= before.headroom_of(10.0, 1.0)
+    assert after.tokens_per_second == pytest.approx(before.tokens_per_second, rel=0.2)
+    assert after.step_seconds == pytest.approx(before.step_seconds, rel=0.2)
 
 
 def test_answers_shorter_than_allowed_are_learnt() -> None:
