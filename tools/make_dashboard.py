@@ -178,6 +178,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
                 (f"sum({ROUTER}tokenizer_up)", "tokenizer"),
                 (f"sum({ROUTER}backend_ejected)", "backends ejected"),
                 ("sum(penstock_engine_hung)", "engines that hang"),
+                ("sum(penstock_engine_paused)", "engines in a pause"),
             ],
         ),
         (

@@ -295,6 +295,7 @@ class Lifecycle:
 
     def end(self) -> None:
         """Note that the process has failed, or is closing."""
+        self._pause = None
         self._go(ModelState.UNAVAILABLE)
 
     # Others are told.

@@ -38,6 +38,7 @@ class EngineFigures(NamedTuple):
     stats: EngineStats = EngineStats()
     step: StepView = StepView()
     disk: StoreFigures = StoreFigures()
+    is_paused: bool = False
 
 
 class StateFigures(NamedTuple):
@@ -271,7 +272,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's present figures."""
-        load, stats, step, disk = self.read()
+        load, stats, step, disk, is_paused = self.read()
         yield self._gauge("num_requests_running", "Requests being computed.", load.running_requests)
         yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", load.waiting_requests)
         yield self._gauge("num_sequences_running", "Sequences being computed.", load.running_sequences)
@@ -286,6 +287,8 @@ class EngineCollector(Collector):
             "engine_step_seconds", "Time since the current engine step began; 0: there is none.", step.seconds
         )
         yield self._gauge("engine_hung", "1 while the step in progress hangs (--hung-step-seconds).", step.is_hung)
+        yield self._gauge("engine_paused", "1 while a pause holds the engine's steps (the call Pause).", is_paused)
+        yield self._counter("engine_pauses", "Pauses of the engine's steps.", stats.pauses)
         yield self._counter("num_preemptions", "Requests preempted.", stats.preemptions)
         yield self._counter("num_preemptions_swapped", "Preemptions that copied blocks to the host pool.", stats.swaps)
         yield self._counter(

@@ -130,7 +130,7 @@ class RunningEngine:
         disk = loaded.pools.disk
         self._metrics.read_adapters(loaded.weights.adapters.figures, loaded.weights.adapters.infos)
         self._metrics.read_engine(
-            lambda: EngineFigures(loop.load, stats, loop.step_in_progress, _stored(disk)),
+            lambda: EngineFigures(loop.load, stats, loop.step_in_progress, _stored(disk), loop.is_paused),
             loaded.pools.kv.bytes_per_block,
             partial(_states, loaded.pools.kv.states),
             [group.name for group in loaded.engine.config.block_groups],

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 from factories.engine.step_gate import held_after
@@ -15,7 +16,7 @@ from factories.servers.sessions import Session
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import DeadlineExceeded, InvalidArgument, Unavailable, from_rpc_error
-from penstock.v1 import admin_pb2, common_pb2, config_pb2
+from penstock.v1 import admin_pb2, common_pb2, config_pb2, text_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = {"max_new_tokens": 64}
@@ -49,12 +50,20 @@ async def begun(client: Client, **fields: Any) -> asyncio.Task[Any]:
     return live
 
 
+async def scraped(client: Client) -> tuple[float, ...]:
+    """Read from the metrics: 1 while it is paused, and the pauses so far."""
+    samples = [sample for metric in client.running.registry.collect() for sample in metric.samples]
+    names = ("penstock_engine_paused", "penstock_engine_pauses_total")
+    return tuple(next(sample.value for sample in samples if sample.name == name) for name in names)
+
+
 async def resume(client: Client) -> None:
     await client.admin.Resume(admin_pb2.ResumeRequest())
 
 
 async def test_ids_after_a_pause_are_those_without_one(client: Client) -> None:
     whole = (await client.generate(request(config=LONG))).ids()
+    _, pauses = await scraped(client)
     live = await begun(client)
     load = await client.load()
     assert (load.running_requests, load.state) == (1, common_pb2.MODEL_STATE_DRAINING)
@@ -64,16 +73,17 @@ async def test_ids_after_a_pause_are_those_without_one(client: Client) -> None:
     refused = (await client.generate(request())).error
     assert isinstance(refused, Unavailable)
     assert refused.reason == "DRAINING"
+    assert await scraped(client) == (1.0, pauses + 1)
     later = await client.load()
     assert (later.step, later.kv_blocks_used) == (load.step, load.kv_blocks_used)
     assert later.paused_seconds > load.paused_seconds
     await resume(client)
     outcome = await live
     assert outcome.ids() == whole
-    # The whole prompt was computed once.
     assert outcome.finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
     assert await health(client) == health_pb2.HealthCheckResponse.SERVING
     assert not (await client.load()).HasField("paused_seconds")
+    assert await scraped(client) == (0.0, pauses + 1)
 
 
 async def test_a_deadline_passes_and_a_caller_leaves_in_a_pause(client: Client) -> None:
@@ -151,3 +161,53 @@ async def test_a_router_sends_new_requests_elsewhere_and_keeps_those_that_are_he
         answer = await live
         assert (answer.text(), answer.finished.attempts) == (whole, 1)
         await router.until("backend_up", 1.0, backend=service.running.address)
+
+
+async def test_a_router_waits_for_calls_with_one_answer_that_a_pause_holds() -> None:
+    """It must not take the backend for lost: all streams there would move."""
+    score = text_pb2.ScoreTextRequest(
+        items=[text_pb2.ScoreTextItem(prompt=f"{number} " * 40, continuation=" more") for number in range(8)]
+    )
+    async with (
+        generation_service(demo_folder(), kv_memory="16MiB", max_batch_tokens=64) as service,
+        running_router(backend=(service.running.address,), stall_timeout_seconds=1.0) as router,
+    ):
+        with held_after(1) as gate:
+            call = asyncio.ensure_future(router.stub.Score(score))
+            await service.until(lambda load: load.running_requests > 0 and gate.is_spent)
+            pausing = asyncio.create_task(pause(service))
+            await service.until(lambda load: load.draining)
+        await pausing
+        await asyncio.sleep(2.5)
+        load = await service.load()
+        assert load.HasField("paused_seconds")
+        assert (load.waiting_requests + load.running_requests > 0, call.done()) == (True, False)
+        assert router.metric("backend_losses_total", backend=service.running.address) == 0
+        await resume(service)
+        assert len((await call).results) == len(score.items)
+
+
+async def test_deadlines_and_cancels_of_a_routers_callers_are_carried_out_in_a_pause() -> None:
+    few = config_pb2.GenerationConfig(max_new_tokens=400)
+    async with (
+        generation_service(demo_folder(), kv_memory="16MiB") as service,
+        running_router(backend=(service.running.address,)) as router,
+    ):
+        late, left = (
+            asyncio.ensure_future(collect(call))
+            for call in (
+                router.stub.Generate(generate(config=few), timeout=3.0),
+                router.stub.Generate(generate(config=few)),
+            )
+        )
+        await service.until(lambda load: load.running_requests == 2)
+        paused = await pause(service)
+        assert paused.live_requests == 2
+        left.cancel()
+        await service.until(lambda load: load.running_requests == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await late
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        load = await service.until(lambda load: load.running_requests == 0)
+        assert (load.HasField("paused_seconds"), load.kv_blocks_used) == (True, 0)
+        await resume(service)

@@ -224,3 +224,17 @@ async def test_a_reload_ends_a_pause_and_takes_work_after_it() -> None:
     process.core.may_reload.set()
     await lifecycle.reload(None)
     assert (lifecycle.state, lifecycle.paused_seconds) == (ModelState.READY, None)
+
+
+@pytest.mark.parametrize("how", ["stop", "end"])
+async def test_the_end_of_a_process_ends_a_pause(how: str) -> None:
+    process = Process()
+    lifecycle = process.ready()
+    await lifecycle.pause(5.0)
+    getattr(lifecycle, how)()
+    assert lifecycle.paused_seconds is None
+    # Live requests end within the grace of a process that stops.
+    assert process.core.pauses == [(1, 5.0), *([None] if how == "stop" else [])]
+    # The engine's own end of the pause comes too late.
+    await lifecycle.end_pause(1)
+    assert reason(lifecycle) == ("DRAINING" if how == "stop" else "ENGINE_FAILED")

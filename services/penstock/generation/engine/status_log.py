@@ -90,6 +90,8 @@ class StatusLog:
             preemptions=now.preemptions - before.preemptions,
             steps=now.steps - before.steps,
             last_step_ms=round(step * 1e3, 2),
+            # Without it, requests that run without a step would look like a hang.
+            **({"paused": True} if self._loop.is_paused else {}),
         )
         return now
 

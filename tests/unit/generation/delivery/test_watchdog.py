@@ -70,6 +70,17 @@ class Bench:
         await self.watchdog.look()
 
 
+async def test_a_pause_is_told_at_every_look() -> None:
+    """A router takes a backend without reports, but with calls, for lost."""
+    bench = Bench()
+    await bench.look()
+    assert (bench.hub.beats, bench.hub.notified) == (1, 0)
+    bench.loop.is_paused = True
+    await bench.look()
+    await bench.look()
+    assert (bench.hub.beats, bench.hub.notified) == (3, 2)
+
+
 async def test_sessions_are_told_of_progress_and_not_of_a_step_that_is_overdue() -> None:
     bench = Bench()
     await bench.look()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from factories.engine.fake_engine import FakeRunner, engine_config
+from factories.engine.fake_engine import FakeRunner, engine_config, request
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.status_log import StatusLog
@@ -53,3 +53,20 @@ async def test_a_line_that_fails_is_told_and_the_next_ones_follow(
         idle.start()
         await asyncio.wait_for(went_on.wait(), 60)
     assert [(log["event"], log["log_level"]) for log in logs] == [("no status line", "error")]
+
+
+async def test_a_line_tells_of_a_pause(idle: StatusLog) -> None:
+    """Requests without steps would look like a hang."""
+    loop = idle._loop
+    await asyncio.wrap_future(loop.pause(1, 600.0))
+    loop.submit(request([1], max_new_tokens=2))
+    before = idle._totals()
+    await asyncio.sleep(0.01)
+    with capture_logs() as logs:
+        idle._report(before)
+    assert [(log["queued"], log["steps"], log["paused"]) for log in logs] == [(1, 0, True)]
+    await asyncio.wrap_future(loop.resume())
+    await asyncio.wrap_future(loop.run_on_engine(lambda _: None))
+    with capture_logs() as logs:
+        idle._report(before)
+    assert "paused" not in logs[0]
