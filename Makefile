@@ -46,6 +46,8 @@ ATTACK ?=
 CHAOS ?= dev/log/chaos.md
 # Where `make safeguards` does.
 SAFEGUARDS ?= dev/log/safeguards.md
+# Flags of pytest for `make engines`, e.g. -k sixteen.
+ENGINES ?=
 # Of `make guard`: the commit to compare with, quick or full, and more flags, e.g. --self.
 BASE ?=
 MODE ?= quick
@@ -54,7 +56,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel release soak chaos attack safeguards fuzz real lint types stubs docs site site-versions charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel release soak chaos attack safeguards fuzz real lint types stubs docs site site-versions charts bench guard peers engines compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -185,6 +187,9 @@ peers:  ## other engines for benchmarks/workloads.py, the smg gateway for wire.p
 	@$(PEERS)/vllm-venv/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@test -x $(PEERS)/smg-venv/bin/python || $(PYTHON) -m venv $(PEERS)/smg-venv
 	@$(PEERS)/smg-venv/bin/python -m pip install -qq smg==1.13
+
+engines: $(VENV)/.dev  ## a real vLLM (CPU) behind the router, and an unmodified smg before the generation service (installs 3 GB; ENGINES=flags of pytest)
+	@$(BIN)/python tools/real_engines.py "$(PEERS)" $(ENGINES)
 
 compose: $(VENV)/.runtime  ## run the compose stack for real; needs a Docker engine, see docs/guide/deployment.md
 	@$(BIN)/python deploy/docker/check_stack.py --out dev/log/compose-run.md
