@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,5 +28,5 @@ def test_a_compiler_without_its_own_files_is_a_missing_package(tmp_path: Path, m
     with pytest.raises(make_sdks.Missing, match="libprotobuf-dev"):
         make_sdks.make("ruby", tmp_path / "out")
     put_compiler(tmp_path, "penstock/v1/text.proto:11:1: Expected message type.")
-    with pytest.raises(make_sdks.subprocess.CalledProcessError):
+    with pytest.raises(subprocess.CalledProcessError):
         make_sdks.make("ruby", tmp_path / "out")

@@ -287,7 +287,10 @@ def test_a_strict_tool_has_values_of_every_kind_in_pythons_spelling() -> None:
 
 
 def test_a_tool_that_python_cannot_name_is_called_as_an_object() -> None:
-    schemas = {"odd name": {"type": "object", "properties": {}}, "odd": {"properties": {"a b": {"type": "string"}}}}
+    schemas: dict[str, dict[str, Any]] = {
+        "odd name": {"type": "object", "properties": {}},
+        "odd": {"properties": {"a b": {"type": "string"}}},
+    }
     made = held_grammar(choose_format("", "lfm2", "none"), schemas, list(schemas), {}, max_calls=1)
     assert compiled(lark(made.grammar))
     assert "odd(" not in made.grammar
