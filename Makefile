@@ -147,7 +147,7 @@ docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the d
 	@$(BIN)/python tools/metrics_table.py
 	@$(BIN)/python tools/make_dashboard.py
 	@$(BIN)/python tools/option_tables.py
-	@$(BIN)/python tools/chart_values.py
+	@$(BIN)/python -m tools.chart_values
 	@$(BIN)/python tools/python_reference.py
 	@$(BIN)/python tools/recipes.py
 	@$(BIN)/python -c "import sys; from penstock.gateway.app import ROUTES; from penstock.gateway.openapi import openapi_json; sys.stdout.buffer.write(openapi_json(ROUTES))" > docs/reference/openapi.json
@@ -165,7 +165,7 @@ site-versions: $(VENV)/.site  ## the site of this version beside those of earlie
 
 charts: $(VENV)/.dev  ## get helm, write what is made from the chart, and hold every combination of its values against Kubernetes' schemas
 	@test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN)
-	@HELM=$(BIN)/helm $(BIN)/python tools/chart_values.py
+	@HELM=$(BIN)/helm $(BIN)/python -m tools.chart_values
 	@HELM=$(BIN)/helm $(BIN)/python -m pytest -q -m "slow or not slow" tests/unit/deploy
 
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step

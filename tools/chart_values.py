@@ -1,25 +1,25 @@
 """Write what is made from the Helm chart: its schema and its README's table, and with helm the kustomize base.
 
-Helm is the program of $HELM or $PATH (python tools/get_helm.py); without it the base stays.
+Helm is the program of $HELM or $PATH, or the one beside Python (python tools/get_helm.py); without it the base stays.
 
 A comment above a value is its description; [..] at its begin is the type, where the default does not tell it:
 [one of a, b], [string|null], [integer 1..], [number 0..], [map], [list].
 
-python tools/chart_values.py
+python -m tools.chart_values
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tools.get_helm import find_helm
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 CHART = DEPLOY / "helm" / "penstock"
@@ -95,7 +95,7 @@ def rows(schema: dict[str, Any], value: Any, path: str = "") -> Iterator[str]:
 
 def base() -> dict[Path, str]:
     """Make the base of the overlays: the chart with its defaults; nothing where there is no helm."""
-    helm = shutil.which(os.environ.get("HELM", "helm"))
+    helm = find_helm()
     if helm is None:
         return {}
     command = [helm, "template", "penstock", str(CHART), "--namespace", "default"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 import shutil
 import subprocess
@@ -27,9 +26,10 @@ from penstock.gateway.app import _POST as POSTED
 from penstock.router.backend_targets import scheme_of, service_of
 
 from tools import chart_values
+from tools.get_helm import find_helm
 
 CHART = ROOT / "deploy" / "helm" / "penstock"
-HELM = shutil.which(os.environ.get("HELM", "helm"))
+HELM = find_helm()
 KUBECTL = shutil.which("kubectl")
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: python tools/get_helm.py")
 
@@ -362,7 +362,7 @@ def test_the_drain_is_that_of_the_services() -> None:
 def test_what_is_made_from_the_values_is_up_to_date() -> None:
     """Schema, README, and with helm the kustomize base."""
     stale = [path.name for path, text in chart_values.files().items() if path.read_text(encoding="utf-8") != text]
-    assert not stale, "run python tools/chart_values.py"
+    assert not stale, "run python -m tools.chart_values"
 
 
 @needs_helm
