@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from penstock.common.addresses import join_address
+from penstock.common.addresses import PortTaken, join_address
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import BearerTokens, TokenFile, tls_context
 from penstock.common.errors import PenstockError, StartupError
@@ -116,14 +116,17 @@ def start_on_first_free(
     config: ServerConfig | None = None,
     tokens: BearerTokens | None = None,
 ) -> BoundMetrics:
-    """Serve at the first of `ports` that nobody has, as `start_metrics_server`, which says what it raises."""
-    for port in ports[:-1]:
+    """Serve at the first of `ports` that nobody has, as `start_metrics_server`, which says what it raises.
+
+    Raises PortTaken where somebody has each.
+    """
+    for port in ports:
         try:
             return start_metrics_server(registry, host, port, is_ready=is_ready, config=config, tokens=tokens)
         except StartupError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == EADDRINUSE):
                 raise
-    return start_metrics_server(registry, host, ports[-1], is_ready=is_ready, config=config, tokens=tokens)
+    raise PortTaken(host, ports[-1], "--metrics-port")
 
 
 def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: BearerTokens | None) -> WSGIApplication:

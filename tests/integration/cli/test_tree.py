@@ -8,9 +8,11 @@ import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
+import time
 import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +21,7 @@ from pathlib import Path
 import factories.servers.tiny_service
 import psutil
 import pytest
+from factories.servers.stack import free_port
 from factories.wire.conversation import user
 from penstock.cli.progress_display import WORDS
 from penstock.common.ports import NEXT_METRICS_PORTS, ROUTER_METRICS_PORT
@@ -179,6 +182,36 @@ async def test_a_taken_port_is_reported_before_anything_is_loaded(flag: str) -> 
         stdout, stderr = await tree.process.communicate()
         assert (tree.process.returncode, stdout) == (2, b"")
         assert flag.encode() in stderr
+
+
+async def test_a_second_tree_with_the_flags_of_a_first_names_its_processes_and_the_flags_to_change() -> None:
+    ports = ("--port", str(free_port()), "--http-port", str(free_port()))
+    async with serve(*ports) as first:
+        await first.ready()
+        began = time.monotonic()
+        async with serve(*ports) as second:
+            stdout, stderr = await second.process.communicate()
+        # Python's own start is most of it, on a machine with other work.
+        assert time.monotonic() - began < 10
+        assert (second.process.returncode, stdout) == (2, b"")
+        (line,) = stderr.decode().splitlines()
+        for role, port in (("router", ports[1]), ("gateway", ports[3])):
+            assert re.search(rf"port {port} on 127\.0\.0\.1 is taken by penstock serve {role} \(process \d+\)", line)
+        assert "give --port and --http-port other ones" in line
+
+
+async def test_a_gateway_that_loses_its_port_during_the_start_names_the_flag_of_the_tree() -> None:
+    """Two trees that start together find the port free."""
+    port = free_port()
+    async with serve("--http-port", str(port)) as tree:
+        assert tree.process.stdout is not None
+        # The ports were looked at.
+        assert b"loading" in await tree.process.stdout.readline()
+        with socket.create_server(("127.0.0.1", port)):
+            stderr = (await tree.process.communicate())[1].decode()
+        assert tree.process.returncode == 2
+        assert f"gateway: port {port} on 127.0.0.1 is taken" in stderr
+        assert "(change --http-port)" in stderr
 
 
 async def test_a_second_tree_beside_a_first_has_the_next_free_port_for_its_metrics() -> None:

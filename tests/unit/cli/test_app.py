@@ -345,7 +345,22 @@ def test_a_taken_http_port_is_said_at_once_with_the_way_out() -> None:
         done = penstock("serve", "--port", "0", "--metrics-port", "0", "--http-port", str(taken.getsockname()[1]))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "is taken: give --http-port another one, or -1 for no HTTP gateway" in done.stderr
+    way_out = "give --http-port another one, or 0 for a free one, or -1 for no HTTP gateway"
+    assert re.search(rf"is taken( by [^:]+)?: {way_out}\W", done.stderr)
+
+
+def test_all_taken_ports_are_one_error_with_their_flags() -> None:
+    """A second tree with default flags clashes with the first on two ports."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = [str(taken.getsockname()[1]) for taken in (first, second)]
+        done = penstock("serve", "--port", ports[0], "--metrics-port", "0", "--http-port", ports[1])
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    for port in ports:
+        assert f"port {port} on 127.0.0.1 is taken" in line
+    assert ": give --port and --http-port other ones, or 0 for free ones" in line
+    if sys.platform == "linux":
+        assert line.count(f"(process {os.getpid()})") == 2
 
 
 def test_what_is_wrong_on_any_machine_is_said_before_a_taken_port() -> None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from penstock.cli.console import STARTUP_EXIT_CODE, startup_line
+from penstock.cli.console import STARTUP_EXIT_CODE
 from penstock.common.progress import StageProgress
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class Reporter:
         self.send(Report(READY, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}, tuple(lines)))
 
     def give_up(self, error: StartupError, *, debug: bool) -> int:
-        """Report that the process cannot start, and return the exit code; the parent prints the error.
+        """Report that the process cannot start, and return the exit code; the parent prints the error with its flag.
 
         Raises the error when there is no parent, or for its traceback.
         """
-        self.send(Report(ERROR, {}, {}, message=startup_line(error), flag=error.flag))
+        self.send(Report(ERROR, {}, {}, message=error.message, flag=error.flag))
         if debug or self._fd is None:
             raise error
         return STARTUP_EXIT_CODE

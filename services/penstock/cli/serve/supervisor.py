@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from penstock.cli.serve.reports import ERROR, LISTENING, LOADED, READY, Report
@@ -42,6 +43,8 @@ class ServiceProcess:
     listening: asyncio.Future[Report]
     ready: asyncio.Future[Report]
     loaded: asyncio.Future[Report]
+    # Its flags that this process has under another name.
+    renamed: Mapping[str, str]
     # Resolves to the exit code once the process is gone.
     ended: asyncio.Task[int] = field(init=False)
 
@@ -71,11 +74,17 @@ class Supervisor:
         self.children: list[ServiceProcess] = []
 
     async def start(
-        self, name: str, arguments: list[str], *, without: Collection[str] = (), fds: tuple[int, ...] = ()
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        without: Collection[str] = (),
+        fds: tuple[int, ...] = (),
+        renamed: Mapping[str, str] = MappingProxyType({}),
     ) -> ServiceProcess:
         """Start `penstock ARGUMENTS` as a child that reports to this process and dies with it.
 
-        It does not get the variables `without`, and inherits `fds`.
+        It does not get the variables `without`, and inherits `fds`. Its error names flags as `renamed` has them.
         """
         read_end, write_end = os.pipe()
         loop = asyncio.get_running_loop()
@@ -93,7 +102,8 @@ class Supervisor:
             )
         finally:
             os.close(write_end)
-        child = ServiceProcess(name, process, reader, loop.create_future(), loop.create_future(), loop.create_future())
+        futures = loop.create_future(), loop.create_future(), loop.create_future()
+        child = ServiceProcess(name, process, reader, *futures, renamed)
         child.ended = asyncio.create_task(self._follow(child))
         self.children.append(child)
         return child
@@ -120,7 +130,8 @@ class Supervisor:
         elif report.event == READY:
             child.ready.set_result(report)
         elif report.event == ERROR:
-            error = StartupError(f"{child.name}: {report.message}", flag=report.flag)
+            flag = report.flag if report.flag is None else child.renamed.get(report.flag, report.flag)
+            error = StartupError(f"{child.name}: {report.message}", flag=flag)
             for waiting in (child.listening, child.loaded, child.ready):
                 if not waiting.done():
                     waiting.set_exception(error)

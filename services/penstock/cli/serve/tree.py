@@ -23,7 +23,7 @@ from penstock.cli.serve.model_catalogue import LocalModels, read_catalogue, to_t
 from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.service_process import ROLES, Role, begin_log, check_models
 from penstock.cli.serve.supervisor import ServiceEnded, ServiceProcess, Supervisor, first_of
-from penstock.common.addresses import require_free_port
+from penstock.common.addresses import PortTaken, require_free_port
 from penstock.common.checkpoint import model_name
 from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
 from penstock.common.environment import ENV_PREFIX, current_environment, usable_cores
@@ -62,6 +62,8 @@ FRONT = {
 SHARED = {"model", "served_model_name"}
 # Flags of the gateway's own TLS: the same as the router's.
 _TLS_FLAGS = {"--tls-cert": "tls_cert", "--tls-key": "tls_key", "--tls-client-ca": "tls_client_ca"}
+# The gateway's flags that the tree has under another name.
+_GATEWAY_FLAGS = {"--port": "--http-port"}
 # The tree waits for its children as long as they live: loading a large model may take any time.
 FOREVER = "24h"
 # Likeness, as difflib has it, from which a MODEL that is not there is a misspelt service: tokeniser, generator, route.
@@ -211,7 +213,9 @@ class Tree:
             # `_gateway` passes the needed ones of the router's variables, such as PENSTOCK_HOST, as flags.
             # A token of its own would let in everybody who reaches its port.
             without = front_variables() | {f"{ENV_PREFIX}CHANNEL_TOKEN_FILE"}
-            everyone.append(await supervisor.start("gateway", self._gateway(router), without=without))
+            everyone.append(
+                await supervisor.start("gateway", self._gateway(router), without=without, renamed=_GATEWAY_FLAGS)
+            )
         if not await first_of(
             [child.ready for child in everyone], self.ended, lambda index: self._show(everyone, everyone[index])
         ):
@@ -385,17 +389,25 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
 
 
 def _require_free_ports(front: ServerConfig, http_port: int | None) -> None:
-    """Check the ports, the gateway's included if there is one. Raises StartupError naming the flag of a taken one."""
-    require_free_port(front.host, front.port, "--port")
-    if front.metrics_port is not None and front.metrics_port > 0:
-        require_free_port(front.host, front.metrics_port, "--metrics-port")
-    if http_port is None:
+    """Check the ports, the gateway's included if there is one. Raises StartupError naming the flags of all taken ones.
+
+    With default flags a tree clashes with another one on more than one port: each alone would be the next run's error.
+    """
+    wanted = {"--port": front.port, "--metrics-port": front.metrics_port or 0}
+    if http_port is not None:
+        wanted["--http-port"] = http_port
+    taken: dict[str, PortTaken] = {}
+    for flag, port in wanted.items():
+        try:
+            require_free_port(front.host, max(port, 0), flag)
+        except PortTaken as error:
+            taken[flag] = error
+    if not taken:
         return
-    try:
-        require_free_port(front.host, http_port, "--http-port")
-    except StartupError as error:
-        hint = "another one, or -1 for no HTTP gateway"
-        raise StartupError(f"{error.message}: give --http-port {hint}", flag=error.flag) from error
+    what = ", ".join(error.message for error in taken.values())
+    another = "another one, or 0 for a free one" if len(taken) == 1 else "other ones, or 0 for free ones"
+    none = ", or -1 for no HTTP gateway" if list(taken) == ["--http-port"] else ""
+    raise StartupError(f"{what}: give {' and '.join(taken)} {another}{none}", flag=next(iter(taken)))
 
 
 def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
