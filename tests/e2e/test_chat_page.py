@@ -351,6 +351,42 @@ def test_a_conversation_longer_than_the_context_goes_on_without_its_older_half(r
     assert reader.page.locator(".asked").count() == (asked + 1) // 2
 
 
+def test_the_model_summarises_the_older_half_on_request_and_the_summary_is_sent(reader: Reader) -> None:
+    summarise = reader.page.get_by_role("button", name="Summarise the older half")
+    reader.set("max_new_tokens", "8")
+    bodies = sent(reader)
+    # From half of the context on the page offers it.
+    for _ in range(12):
+        assert reader.ask("Penstock serves beams. " * 100).get_by_role("alert").count() == 0
+        if summarise.is_visible():
+            break
+    summarise.click()
+    line = reader.page.locator(".left-out p")
+    expect(line).to_contain_text("The turns above are sent as this summary: ")
+    reader.await_end()
+    asked = bodies[-1]["messages"]
+    assert asked[-1]["content"].startswith("Summarise our conversation")
+    # The older half and the wish.
+    assert 2 < len(asked) < len(bodies[-2]["messages"]) + 1
+    summary = line.inner_text().partition(": ")[2]
+    assert summary
+    reader.ask(QUESTION)
+    first = bodies[-1]["messages"][0]
+    assert first["role"] == "system"
+    assert " ".join(first["content"].split()) == " ".join(f"The conversation before, in short: {summary}".split())
+    assert len(bodies[-1]["messages"]) < len(bodies[-3]["messages"]) + 2
+    # It outlives a reload, and the turns can be sent again.
+    reader.page.reload()
+    reader.await_model()
+    expect(line).to_contain_text(summary)
+    reader.page.get_by_role("button", name="Send them again").click()
+    expect(line).to_have_count(0)
+    reader.ask(QUESTION)
+    assert [message["role"] for message in bodies[-1]["messages"]] == ["user", "assistant"] * (
+        len(reader.answers.all()) - 1
+    ) + ["user"]
+
+
 def test_a_stopped_answer_has_its_tokens_and_their_speed(reader: Reader) -> None:
     reader.set("max_new_tokens", "3500")
     reader.set("ignore_eos", "true")

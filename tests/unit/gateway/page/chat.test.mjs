@@ -401,11 +401,13 @@ test("the model summarises older turns on request, and the summary is sent in th
 });
 
 test("a summary that is stopped or fails changes nothing", async () => {
-  let fails = false;
+  let fails = "";
   const session = sessionWith(async function* chat(body, signal) {
     if (!body.messages.at(-1).content.startsWith("Summarise")) return yield said("yes");
-    if (fails) throw problemOf({ error: { message: "full" } }, 429);
+    if (fails === "at once") throw problemOf({ error: { message: "full" } }, 429);
+    if (fails === "silent") return yield said(" \n");
     yield said("They");
+    if (fails === "half") throw problemOf({ error: { message: "gone" } }, 500);
     await new Promise((resolve, reject) => { signal.addEventListener("abort", () => reject(new DOMException("stopped", "AbortError"))); });
   });
   const ended = async () => { while (session.isRunning) await new Promise(setImmediate); };
@@ -419,9 +421,11 @@ test("a summary that is stopped or fails changes nothing", async () => {
   await new Promise(setImmediate);
   session.stop();
   await summary;
-  fails = true;
-  await assert.rejects(session.summarise(), /full/);
-  assert.equal(session.isRunning, false);
+  for (const [way, told] of [["at once", /full/], ["half", /gone/], ["silent", /the model wrote nothing/]]) {
+    fails = way;
+    await assert.rejects(session.summarise(), told);
+    assert.equal(session.isRunning, false);
+  }
   assert.equal(session.conversation.first, undefined);
   assert.equal(session.conversation.summary, undefined);
 });

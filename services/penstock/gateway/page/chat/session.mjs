@@ -2,6 +2,7 @@
 
 import { addTurn, choose, newId, newConversation, pathTo } from "./conversation.mjs";
 import { Keeper } from "./keeper.mjs";
+import { Problem } from "./problem.mjs";
 import { requestBody } from "./request.mjs";
 import { run } from "./run.mjs";
 import { defaultSettings, readSettings } from "./settings.mjs";
@@ -103,11 +104,13 @@ export class Session {
     let text = "";
     try {
       for await (const chunk of this.api.chat(summaryBody(conversation, start), abort.signal)) text += chunk.choices?.[0]?.delta?.content ?? "";
+      if (abort.signal.aborted) return;
+      if (!text.trim()) throw new Problem("the model wrote nothing");
+      takeSummary(conversation, start, text.trim());
     } catch (error) {
       if (!abort.signal.aborted) throw error;
     } finally {
       if (this.runs.get(conversation.id) === abort) this.runs.delete(conversation.id);
-      if (!abort.signal.aborted && text.trim()) takeSummary(conversation, start, text.trim());
       if (this.store.conversations.has(conversation.id)) this.store.save(conversation);
       if (conversation === this.conversation) this.on.turned();
     }
