@@ -162,6 +162,7 @@ class RunningEngine:
             listeners=listeners,
             store=loaded.pools.disk,
         )
+        engine.device_blocks.on_grow = loaded.pools.kv.leave_small_pages
         # The first steps of a slow model must not seem to hang.
         for rows, seconds in parts.batch.measured:
             engine.watch.note(rows, seconds)

@@ -12,6 +12,8 @@ from factories.engine.local_generators import local_generator
 from penstock import Generator
 from penstock.common.errors import FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT
+from penstock.generation.core.cache_group import FIRST_BUNDLES
+from penstock.generation.host.small_pages import has_small_pages
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -339,6 +341,17 @@ def test_a_held_prefix_is_given_back_by_the_garbage_collector_and_refused_withou
     with local_generator(folder, prefix_cache=False) as made, pytest.raises(FailedPrecondition) as caught:
         made.hold_prefix([1, 2, 3])
     assert caught.value.reason == "NO_PREFIX_CACHE"
+
+
+@pytest.mark.skipif(not has_small_pages(), reason="this system cannot make large pages of small ones")
+def test_the_pool_gets_large_pages_before_more_than_its_first_blocks_are_used(folder: Path) -> None:
+    with local_generator(folder, kv_memory="1MiB") as made:
+        pool = made._engine.loaded.pools.kv
+        room = FIRST_BUNDLES * pool.block_size
+        made.generate([5] * (room - 8), **GREEDY)
+        assert pool._small
+        made.generate([7] * room, **GREEDY)
+        assert not pool._small
 
 
 def test_a_held_prefix_of_more_than_half_of_the_pool_is_room_for_what_begins_with_it(folder: Path) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from penstock.common.errors import StartupError
 from penstock.generation.attention.cache_layout import CacheLayout
-from penstock.generation.attention.fresh_memory import fresh_zeros
+from penstock.generation.attention.fresh_memory import fresh_zeros, small_zeros
 from penstock.generation.attention.turned_heads import TurnedHeads
+from penstock.generation.core.cache_group import FIRST_BUNDLES
+from penstock.generation.host.small_pages import SmallPages, has_small_pages
 
 if TYPE_CHECKING:
     from penstock.generation.attention.index_keys import IndexRows
@@ -91,11 +93,13 @@ class KVCachePool:
         layout: CacheLayout | None = None,
         has_values: bool = True,
         index: IndexRows | None = None,
+        begins_small: bool = False,
     ) -> None:
         """Allocate the pool: `num_blocks` for requests, and after them further ones, which no request gets.
         `has_scrap`: there is one more, for rows of no sequence. `layout`: places of the model's layers in blocks of
         `num_layers`; None: a block holds all layers. `has_values`: a token keeps values beside its keys. `index`: index
-        keys beside both; None: there are none.
+        keys beside both; None: there are none. `begins_small`: the pages are small until `leave_small_pages`, in the
+        host's memory and where the system can do so.
 
         Raises StartupError naming --kv-memory when the memory cannot be had.
         """
@@ -123,13 +127,22 @@ class KVCachePool:
         # Block that is written and never read; None: there is none.
         self.scrap_block = all_blocks - 1 if has_scrap else None
         shape = (num_layers, 1 + has_values, all_blocks, block_size, num_kv_heads)
+        # Of each of `parts`; empty: the pages are large.
+        self._small: list[SmallPages] = []
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            if not begins_small or device.type != "cpu" or not has_small_pages():
+                return fresh_zeros(shape, dtype, device)
+            tensor, pages = small_zeros(shape, dtype)
+            self._small.append(pages)
+            return tensor
+
         try:
-            self._data = fresh_zeros((*shape, head_dim), dtype, device)
-            self._scales = fresh_zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
+            self._data = zeros((*shape, head_dim), dtype)
+            self._scales = zeros(shape, SCALE_DTYPE) if dtype is torch.int8 else None
             self._index = None
             if index is not None:
-                own = (index.num_layers, 1, all_blocks, block_size, index.dim)
-                self._index = fresh_zeros(own, index.dtype, device)
+                self._index = zeros((index.num_layers, 1, all_blocks, block_size, index.dim), index.dtype)
         except (RuntimeError, MemoryError, ValueError) as error:  # ValueError: more than numpy can count
             raise StartupError(
                 f"cannot allocate a KV pool of {all_blocks * self.bytes_per_block} bytes ({all_blocks} blocks): "
@@ -302,6 +315,17 @@ class KVCachePool:
         for pool in self.parts:
             for layer in pool:
                 layer.index_copy_(1, destinations, layer.index_select(1, sources))
+
+    def leave_small_pages(self) -> None:
+        """Get large pages from now on: call it before blocks beyond FIRST_BUNDLES are written. Only the first call does
+        anything. Thread-safe."""
+        small, self._small = self._small, []
+        # Its parts are in this order.
+        for part, pages in zip(self.parts, small, strict=False):
+            # Each layer's keys, and its values, begin with the first block.
+            places, size = part.shape[0] * part.shape[1], part[0, 0].nbytes
+            written = part[0, 0, : FIRST_BUNDLES * self.bundle_blocks].nbytes
+            pages.leave((place * size, place * size + written) for place in range(places))
 
     def clear(self) -> None:
         """Zero every block."""

@@ -72,6 +72,7 @@ class KVShape:
         num_further_blocks: int = 0,
         has_scrap: bool = False,
         layout: CacheLayout | None = None,
+        begins_small: bool = False,
     ) -> KVCachePool:
         """Allocate a pool; arguments as KVCachePool's. Raises StartupError naming --kv-memory."""
         return KVCachePool(
@@ -87,4 +88,5 @@ class KVShape:
             layout=layout,
             has_values=self.has_values,
             index=self.index,
+            begins_small=begins_small,
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Bundles of each group of layers that a small load has: memory for more is made when it is needed.
+FIRST_BUNDLES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:

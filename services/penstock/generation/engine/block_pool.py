@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from penstock.common.block_hashes import chain_hash, root_hash
 from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock.generation.core.cache_group import WHOLE, CacheGroup
+from penstock.generation.core.cache_group import FIRST_BUNDLES, WHOLE, CacheGroup
 from penstock.generation.engine.prefix_search import find_read
 
 # Most blocks that an error names.
 _MOST_NAMED = 8
+# Most blocks that get an account at a time.
+_MOST_AT_A_TIME = 4096
 
 
 class OutOfBlocks(Exception):
@@ -21,6 +23,9 @@ class OutOfBlocks(Exception):
 
 class BlockPool:
     """Reference counts and prefix hashes of `num_blocks` blocks of `block_size` tokens.
+
+    Blocks get their accounts as they are first needed, in the order of their numbers: the accounts of 262,144 blocks
+    are 45 MiB of objects.
 
     A block is in exactly one state: *used* (reference count above 0), *free*, or *evictable* (count 0, but a prefix
     hit may bring it back). When no free block is left, the least recently used evictable block is taken. Every
@@ -36,33 +41,36 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Blocks of each bundle, by the first of them; None: every bundle is one block. Read only.
-        self.bundles: list[tuple[int, ...]] | None = None
-        if max(widths) > 1:
-            self.bundles = [(block,) for block in range(num_blocks)]
+        self.bundles: list[tuple[int, ...]] | None = [] if max(widths) > 1 else None
         self._widths = tuple(widths)
         # Group of each used or evictable bundle, and the bundle of each of its blocks, by the first.
-        self._groups = [0] * num_blocks
-        self._heads = list(range(num_blocks))
+        self._groups: list[int] = []
+        self._heads: list[int] = []
         self.evictions = 0
         # Called with a block and its hash before the block loses its prefix to another use.
         self.on_evict: Callable[[int, bytes], None] | None = None
         # Called with a hash that finds a block of a group from now on, and with one that finds none there any more.
         self.on_register: list[Callable[[bytes], None]] = []
         self.on_forget: list[Callable[[bytes], None]] = []
-        self._ref_counts = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
+        # Called now and then before more blocks are used than ever, and first before one beyond FIRST_BUNDLES is.
+        self.on_grow: Callable[[], None] | None = None
+        self._ref_counts: list[int] = []
+        self._hashes: list[bytes | None] = []
         # Of each group.
         self._cached: tuple[dict[bytes, int], ...] = tuple({} for _ in widths)
         self._used = [0] * len(widths)
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: list[int] = []
+        # Number of blocks that have no account yet, and are free.
+        self._num_fresh = num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()
         # Blocks of evictable bundles.
         self._num_evictable = 0
+        self._grow(FIRST_BUNDLES * sum(widths))
 
     @property
     def num_free(self) -> int:
         """Number of blocks that `allocate` can still hand out, evictable ones included."""
-        return len(self._free) + self._num_evictable
+        return len(self._free) + self._num_fresh + self._num_evictable
 
     @property
     def num_evictable(self) -> int:
@@ -93,11 +101,11 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """Number of block tables that hold the bundle that begins with `block`."""
-        return self._ref_counts[block]
+        return self._ref_counts[block] if block < len(self._ref_counts) else 0
 
     def num_holders(self, block: int) -> int:
         """Number of block tables that hold `block`, whatever its place in a bundle."""
-        return self._ref_counts[self._heads[block]]
+        return self._ref_counts[self._heads[block]] if block < len(self._heads) else 0
 
     def allocate(self, group: int = 0) -> int:
         """Take a bundle for a group, with reference count 1 and no hash. Raises OutOfBlocks.
@@ -106,9 +114,12 @@ class BlockPool:
         """
         width = self._widths[group]
         while len(self._free) < width:
-            if not self._evictable:
+            if self._num_fresh:
+                self._grow()
+            elif self._evictable:
+                self._evict()
+            else:
                 raise OutOfBlocks
-            self._evict()
         block = self._free.pop()
         if self.bundles is not None:
             bundle = (block, *(self._free.pop() for _ in range(width - 1)))
@@ -155,15 +166,17 @@ class BlockPool:
 
     def hash_of(self, block: int) -> bytes | None:
         """Hash that finds `block`; None: it is not cached."""
-        return self._hashes[block]
+        return self._hashes[block] if block < len(self._hashes) else None
 
     def claim(self, block: int) -> None:
-        """Take this very block, with reference count 1 and no hash. O(free blocks).
+        """Take this very block, with reference count 1 and no hash. O(free blocks and those before it).
 
         Raises OutOfBlocks when somebody holds it.
         """
         if self.num_holders(block):
             raise OutOfBlocks
+        if block >= len(self._heads):
+            self._grow(block + 1)
         self._drop(self._heads[block])
         self._free.remove(block)
         self._groups[block] = 0
@@ -180,7 +193,7 @@ class BlockPool:
 
     def forget_content(self, block: int) -> None:
         """Uncache the bundle of `block`, whatever its place in it: its content is not what it was."""
-        block_hash = self._hashes[self._heads[block]]
+        block_hash = self._hashes[self._heads[block]] if block < len(self._heads) else None
         if block_hash is not None:
             self.discard(block_hash)
 
@@ -228,6 +241,7 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant is broken. O(blocks), for tests and after a failure."""
         free, evictable = set(self._free), set(self._evictable)
+        assert len(self._ref_counts) + self._num_fresh == self.num_blocks, "blocks are miscounted"
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & evictable, "a block is free and evictable"
         assert self._num_evictable == sum(map(self.width, evictable)), "evictable blocks are miscounted"
@@ -251,6 +265,23 @@ class BlockPool:
             assert block not in evictable or block_hash is not None, "evictable block without a hash"
         cached = sum(map(len, self._cached))
         assert cached == sum(h is not None for h in self._hashes), "cache entry without block"
+
+    def _grow(self, least: int = 0) -> None:
+        """Make the accounts of more blocks, of the first `least` and of twice as many as have one. These are free, and
+        are taken after the others that are."""
+        first = len(self._ref_counts)
+        last = min(self.num_blocks, max(least, first + min(first, _MOST_AT_A_TIME)))
+        new = range(first, last)
+        self._groups += [0] * len(new)
+        self._heads += new
+        self._ref_counts += [0] * len(new)
+        self._hashes += [None] * len(new)
+        if self.bundles is not None:
+            self.bundles += [(block,) for block in new]
+        self._free[:0] = reversed(new)
+        self._num_fresh -= len(new)
+        if self.on_grow is not None:
+            self.on_grow()
 
     def _evict(self) -> None:
         """Free the least recently used evictable bundle."""

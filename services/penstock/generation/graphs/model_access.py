@@ -115,6 +115,7 @@ class ModelAccess:
         self._request_limits = request_limits
         self._loop = loop
         self._metrics = metrics
+        self._kv = kv
         self._blocks = SequenceBlocks(first, count, kv.block_size, loaded.served.max_context_tokens)
         self._runner = GraphRunner(model, kv, self._blocks, loaded.weights.device.sampling_kernels())
         self._turns = GraphTurns(limits.graph_share, wait_idle)
@@ -155,7 +156,7 @@ class ModelAccess:
         if self._is_released:
             return
         self._is_released = True
-        del self._loaded, self._runner, self._loop, self._turns
+        del self._loaded, self._kv, self._runner, self._loop, self._turns
 
     @contextmanager
     def stream(self) -> Iterator[GraphStream]:
@@ -167,6 +168,8 @@ class ModelAccess:
                 reason="GRAPH_QUOTA",
                 retry_after_seconds=self.limits.retry_seconds,
             )
+        # Named sequences write behind the blocks of requests.
+        self._kv.leave_small_pages()
         self._num_streams += 1
         stream = GraphStream(self, self._leases)
         try:

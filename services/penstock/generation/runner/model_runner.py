@@ -258,6 +258,9 @@ class ModelRunner:
         hold. It writes into the first blocks of the pool: call it only before the first request, or while the pool is
         unused.
         """
+        if work is not None:
+            # It may write many blocks.
+            self._kv.leave_small_pages()
         work = work or WarmUpWork()
         num_tokens = max(1, min(work.num_tokens, self.longest_prompt))
         num_steps = max(1, min(work.num_steps, self.longest_prompt + 1 - num_tokens))

@@ -148,6 +148,7 @@ def _kv_pool(
         num_further_blocks=_named_blocks(config, model, size) if layout is None else 0,
         has_scrap=has_scrap,
         layout=layout,
+        begins_small=True,
     )
     kv.states = new_states(model.state_layout, slots, device.torch_device, snapshots)
     if kv.states is not None:

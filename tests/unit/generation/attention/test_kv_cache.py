@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, quantise
 from penstock.generation.host.memory import AUTO_FRACTION, REST, host_memory, kv_pool_blocks, parse_memory
+from penstock.generation.host.small_pages import has_small_pages
 
 
 def pool(num_blocks: int = 6, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> KVCachePool:
@@ -40,6 +42,31 @@ def test_memory_is_taken_as_blocks_are_written(dtype: torch.dtype) -> None:
     assert anonymous_bytes() - before < kv.num_bytes / 4
     assert kv.tensors[0].data_ptr() % 64 == 0
     assert not kv.key(1)[-1].any()
+
+
+@pytest.mark.skipif(not has_small_pages(), reason="this system cannot make large pages of small ones")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_the_first_tokens_take_little_memory_and_stay_when_pages_become_large(dtype: torch.dtype) -> None:
+    """A large page for the first token of each layer's keys and values was 120 MiB of 30 layers."""
+    layers, slots = 24, torch.arange(6)
+    kv = KVCachePool(layers, 2**14, 16, 2, 32, dtype, torch.device("cpu"), begins_small=True)
+    rows = torch.randn(layers, 2, 6, 2, 32).to(torch.bfloat16)
+    before = anonymous_bytes()
+    for layer in range(layers):
+        kv.write(layer, slots, rows[layer, 0], rows[layer, 1])
+    assert anonymous_bytes() - before < 2**22
+    stored = [[x.clone() for x in kv.read_stored(layer, slots, torch.float32)] for layer in range(layers)]
+    kv.leave_small_pages()
+    kv.leave_small_pages()
+    for thread in threading.enumerate():
+        if thread.name == "large-pages":
+            thread.join()
+    # As many pages as the system has: a machine in use may have fewer than all.
+    assert anonymous_bytes() - before > layers * 2**21
+    for layer, pair in enumerate(stored):
+        again = kv.read_stored(layer, slots, torch.float32)
+        assert torch.equal(again[0], pair[0])
+        assert torch.equal(again[1], pair[1])
 
 
 def test_bytes_count_keys_and_values_of_all_layers() -> None:
