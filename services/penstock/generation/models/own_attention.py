@@ -205,8 +205,6 @@ def _mpt(module: Any, attend: _Attend, config: Any) -> _Method:
 
 
 def _doge(module: Any, attend: _Attend, config: Any) -> _Method:
-    call = OwnCall(window=config.sliding_window)
-
     def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> tuple[Tensor, None]:
         width = module.head_dim
         linears = (module.q_proj, module.k_proj, module.v_proj)
@@ -218,6 +216,8 @@ def _doge(module: Any, attend: _Attend, config: Any) -> _Method:
         key = torch.cat((key, weight.unsqueeze(-1) / module.scaling), -1)
         query = torch.cat((query, torch.ones_like(query[..., :1])), -1)
         heads = (x.transpose(1, 2) for x in (query, key, value))
+        # The self-check cuts the window for a while.
+        call = OwnCall(window=config.sliding_window)
         return module.o_proj(attend(*heads, module.scaling, call).flatten(2)), None
 
     return forward
