@@ -36,8 +36,9 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.language_model import LanguageModel
-from penstock.generation.models.registry import FAMILIES, load_model
+from penstock.generation.models.registry import FAMILIES, load_model, read_model_config
 from penstock.generation.runner.model_runner import ModelRunner
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks._arguments import at_least, parts, refuse
@@ -70,12 +71,14 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace, old
         try:
             folder = tiny_model_type(Path(place) / "small", model_type)
         except Exception as error:  # whatever a configuration class raises
+            why = refusal_of(Path(place) / "config", model_type)
+            if why:
+                return Row(model_type, "refused", "", remark=why)
             return Row(model_type, "–", "", remark=f"no small configuration is made of it ({said(error)})")
         try:
             model = load_model(folder, dtype="float32", device=device)
         except StartupError as error:
-            why = error.message.partition(": ")[2] if error.message.startswith("MODEL: ") else error.message
-            return Row(model_type, "refused", "", remark=why.replace(str(folder), "…").replace("|", "/"))
+            return Row(model_type, "refused", "", remark=reason_of(error, folder))
         try:
             check_ids(folder, model)
         except Exception as error:  # of either side
@@ -83,6 +86,24 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace, old
         if options.untimed:
             return Row(model_type, model.config.route, "equal", old.speed, old.remark if old.speed else "not timed")
         return timed(Path(place), Row(model_type, model.config.route, "equal"), device, options)
+
+
+def refusal_of(folder: Path, model_type: str) -> str:
+    """Return why a type is refused by its standard configuration; empty where that is not, or there is none."""
+    try:
+        CONFIG_MAPPING[model_type]().save_pretrained(folder)
+        read_model_config(folder)
+    except StartupError as error:
+        return reason_of(error, folder)
+    except Exception:  # whatever a configuration class raises
+        return ""
+    return ""
+
+
+def reason_of(error: StartupError, folder: Path) -> str:
+    """Return the reason of a start, as the table has room for it."""
+    why = error.message.partition(": ")[2] if error.message.startswith("MODEL: ") else error.message
+    return why.replace(str(folder), "…").replace("|", "/")
 
 
 def timed(place: Path, row: Row, device: CPUDevice, options: argparse.Namespace) -> Row:

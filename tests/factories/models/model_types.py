@@ -23,6 +23,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 160
+# Types whose states generate() does not sort by beams: they are in modules, or in a list of MiniMax's cache that its
+# `reorder_cache` does not know.
+_UNSORTED_STATES = ("minimax", "recurrent_gemma")
 # Beams of the checks, and tokens of their answers.
 _BEAMS, _FEW = 3, 16
 LAYERS = 4
@@ -211,6 +214,7 @@ _OF_WHOLE: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant": {
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
+        "num_hidden_layers": LAYERS,
         "num_kv_shared_layers": LAYERS,
         "enable_moe_block": False,
         "use_double_wide_mlp": False,
@@ -294,7 +298,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a small configuration of a type; `changes` are fields of its text part."""
     model_type = _SAME_AS.get(model_type, model_type)
     kind = CONFIG_MAPPING[model_type]
-    standard = kind()
+    # Some have no standard one without these.
+    standard = kind(text_config=dict(_OF_WHOLE[model_type])) if model_type in _OF_WHOLE else kind()
     parts: dict[str, Any] = {}
     if (audio := getattr(standard, "audio_config", None)) is not None:
         parts["audio_config"] = type(audio)(**_small_part(audio, _AUDIO))
@@ -350,10 +355,9 @@ def _text_of(standard: Any) -> str | None:
 
 
 def _small_part(standard: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an encoder's configuration that `standard` has. Its layers are alike."""
+    """Return the fields of an encoder's configuration that `standard` has, by one of their names."""
     known, aliases = standard.to_dict(), standard.attribute_map
-    fields = {one: size for one, size in sizes.items() if one in known or one in aliases}
-    return fields | ({"per_layer_config": {}} if "per_layer_config" in known else {})
+    return {one: size for one, size in sizes.items() if one in known or one in aliases}
 
 
 def _fields(standard: Any, model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,7 +439,7 @@ def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
     short = [[source.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 17)]
     prompts = [long, *short, long[:24], [*long[:30], 7, 9]]
     reference = reference_of(folder)
-    # Its modules keep the states of the prompt before, and do not sort them by beams.
+    # Its modules keep the states of the prompt before.
     keeps_states = reference.config.model_type == "recurrent_gemma"
     wanted: dict[str, list[list[int]]] = {
         str(place): [greedy_ids(reference_of(folder) if keeps_states else reference, one, new_tokens)]
@@ -459,7 +463,7 @@ def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
     alone = run(model_engine(model), greedy()[0])["0"].ids
     assert alone == {0: wanted["0"][0]}, f"alone {alone}, by generate() {wanted['0'][0]}"
     wanted |= {one.request_id: _answers(run(model_engine(model), one)[one.request_id]) for one in several()}
-    if not keeps_states:
+    if reference.config.model_type not in _UNSORTED_STATES:
         by_beams = _beam_ids(reference, short[1], few)
         assert wanted["beams"] == by_beams, f"beams {wanted['beams']}, by generate() {by_beams}"
     # Room for about half of the sequences at full length.
