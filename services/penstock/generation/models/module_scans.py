@@ -24,8 +24,8 @@ _Scan = Callable[..., Any]
 _CHUNKS, _BY_ROW = "chunk_size", "mamba_selective_scan"
 # Most rows of a chunk. States between chunks cost by the square of their number: they are fewer in long prompts.
 _MOST, _MOST_OF_LONG, _LONG = 32, 64, 1024
-# Rows that are computed together where states of each are kept.
-_ROWS = 64
+# Numbers of the states of rows that are computed together: they stay in the caches, and in memory that torch has.
+_TOGETHER = 1 << 17
 
 
 def shorten_scans(causal: nn.Module) -> None:
@@ -116,9 +116,9 @@ def selective_scan(
     input_TBW = dt_TBW * hidden_states.float().permute(2, 0, 1)
     b_TBN, c_TBN = (x.float().permute(2, 0, 1) for x in (B, C))
     state = hidden_states.new_zeros((batch, width, A.shape[-1]), dtype=torch.float32)
-    found = []
-    for first in range(0, count, _ROWS):
-        rows = slice(first, first + _ROWS)
+    found, each = [], max(1, _TOGETHER // state.numel())
+    for first in range(0, count, each):
+        rows = slice(first, first + each)
         decay = torch.exp(dt_TBW[rows, :, :, None] * A.float())
         states = input_TBW[rows, :, :, None] * b_TBN[rows, :, None]
         for row in range(len(states)):

@@ -23,7 +23,11 @@ def test_a_chunk_is_no_longer_than_its_rows_need() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 131])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_one_by_one_give_what_transformers_gives(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("together", [1 << 17, 200])
+def test_rows_one_by_one_give_what_transformers_gives(
+    rows: int, dtype: torch.dtype, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_scans, "_TOGETHER", together)
     draw = torch.Generator().manual_seed(rows)
 
     def random(*shape: int) -> Tensor:
