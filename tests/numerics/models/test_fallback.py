@@ -54,7 +54,11 @@ def test_a_native_type_with_a_foreign_field_gives_the_ids_of_generate(
 
 
 @pytest.mark.skipif(KERNELS != "native", reason="torch's general operators read a step's lengths on the host")
-@pytest.mark.parametrize("model_type", ["stablelm", "granitemoe", "gpt2"])
+@pytest.mark.parametrize(
+    "model_type",
+    # Plain; experts, of a form of its own; a module that attends by itself; states; a cutoff by a distribution.
+    ["stablelm", "granitemoe", "gpt2", "jetmoe", "falcon", "mamba2", "gemma3n_text"],
+)
 def test_later_steps_of_few_rows_run_without_the_modules(tmp_path: Path, model_type: str) -> None:
     torch.set_num_threads(1)
     model = load_model(tiny_model_type(tmp_path, model_type), dtype="float32", device=cpu_device(), route=FALLBACK)
@@ -76,8 +80,8 @@ def test_later_steps_of_few_rows_run_without_the_modules(tmp_path: Path, model_t
         ),
     )
     assert [again[str(number)].ids for number in range(len(prompts))] == first
-    # New numbers of rows are compared once.
-    assert len(passes) - before <= 4
+    # New numbers of rows are compared once; prompts of models with states are passes of their own.
+    assert len(passes) - before <= 5
 
 
 @pytest.mark.skipif(KERNELS != "native", reason="torch's general operators read a step's lengths on the host")

@@ -155,7 +155,8 @@ class _MixedAttention:
             return found
         rows, weight_EOI = layer_input.reshape(-1, hidden), self._theirs.input_linear.weight
         experts, shares = _routed(self._theirs.router, rows)
-        all_TEO = functional.linear(rows, weight_EOI.flatten(0, 1)).view(len(rows), *weight_EOI.shape[:2])
+        # Its length by `len` would be a constant of a recorded pass.
+        all_TEO = functional.linear(rows, weight_EOI.flatten(0, 1)).view(rows.shape[0], *weight_EOI.shape[:2])
         places = experts.unsqueeze(2).expand(-1, -1, weight_EOI.shape[1])
         return all_TEO.gather(1, places).view(batch, length, experts.shape[1], -1), None, (places, shares)
 

@@ -81,6 +81,8 @@ class TransformersModel:
         self._embedding: Any = self.causal.get_input_embeddings()
         self._head = Head(causal, decoder)
         self._pass_graph, self._head_graph = self._new_graph(), PassGraph()
+        # Modules that attended by themselves look for several texts in one row, by numbers, where they have no mask.
+        self._has_mask = reference_attention(causal) is not None
         give_positions(causal)
         _warn_of_no_padding(causal)
 
@@ -217,6 +219,8 @@ class TransformersModel:
             inputs["input_ids"] = input_ids_T.unsqueeze(0)
         else:
             inputs["inputs_embeds"] = embeds_TI.unsqueeze(0)
+        if self._has_mask:
+            inputs["attention_mask"] = torch.ones_like(positions_T).unsqueeze(0)
         if self.config.index is not None:
             # Indexers cut it; sequences and positions tell what a row sees.
             inputs["attention_mask"] = {_INDEXED: positions_T.new_zeros((1, 1, 1, 1))}

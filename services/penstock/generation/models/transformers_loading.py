@@ -20,6 +20,7 @@ from penstock.generation.attention.state_pool import state_bytes
 from penstock.generation.attention.transformers_interface import SeesLaterRows, UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
+from penstock.generation.models.constant_cutoffs import keep_cutoffs
 from penstock.generation.models.foreign_experts import mix_without_sorting
 from penstock.generation.models.indexed_modules import PagedIndexers
 from penstock.generation.models.module_scans import shorten_scans
@@ -158,6 +159,7 @@ def load_transformers_model(
     recording = _recorded(causal, config)
     # With rounded weights an indexer would choose other positions.
     kept = recording.read_linears.union(*(module.modules() for module in indexers.modules))
+    keep_cutoffs(causal)
     if device.torch_device.type == "cpu":
         shorten_scans(causal)
         mix_without_sorting(causal)
