@@ -56,7 +56,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel release soak chaos attack safeguards fuzz real lint types stubs docs site site-versions charts bench guard peers engines compose venv clean
+.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics odd sanitize arm64 npu-wheel release soak chaos attack safeguards fuzz real lint types stubs docs site site-versions charts bench guard peers engines compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -76,6 +76,9 @@ test: $(VENV)/.dev  ## the tests, but those marked slow, chaos, docker or client
 
 numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=native
 	@PENSTOCK_KERNELS=$(KERNELS) $(PYTEST) -m "$(MARKS)" tests/numerics
+
+odd: $(VENV)/.dev  ## every model type that starts at three configurations of random sizes, beside generate(), with KERNELS=torch or KERNELS=native (some half an hour of a core)
+	@PENSTOCK_KERNELS=$(KERNELS) $(PYTEST) --dist load -m slow tests/numerics/models/test_odd_widths.py
 
 slow: $(VENV)/.dev  ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(TESTS)

@@ -149,6 +149,11 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"mlp_bias": False},
     # transformers makes zeros of the padding token's row after it has read it.
     "youtu": {"pad_token_id": None},
+    "dots1": _SLIDING,
+    "laguna": _SLIDING,
+    "mellum": _SLIDING,
+    "ministral": _SLIDING,
+    "smollm3": _SLIDING,
     "qwen2": _SLIDING,
     "qwen2_moe": _SLIDING,
     # Parts of a head's rotated half, for time, height and width.
@@ -162,6 +167,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16, **_MAMBA},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2), **_MAMBA},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
     "longcat_flash": {"num_layers": LAYERS // 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "state_size": 16, "expand": 2},
@@ -319,33 +325,10 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return kind(**parts, **ids)
 
 
-def odd_sizes(source: random.Random, model_type: str) -> dict[str, Any]:
-    """Return widths of a type that no other width follows from, by the fields that its text part has."""
-    heads, width = source.choice((2, 3, 5, 6)), 2 * source.randint(4, 14)
-    inner, hidden = 4 * source.randint(7, 40), heads * width
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": source.choice([count for count in range(1, heads + 1) if heads % count == 0]),
-        "head_dim": width,
-        "sliding_window": source.randint(3, 30),
-        "tie_word_embeddings": source.random() < 0.5,
-        "moe_intermediate_size": 4 * source.randint(5, 20),
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": inner,
-        "decoder_ffn_dim": inner,
-        "ffn_dim": inner,
-        "word_embed_proj_dim": source.choice((hidden, 2 * source.randint(8, 30))),
-    }
-    standard: Any = CONFIG_MAPPING[_SAME_AS.get(model_type, model_type)]()
-    name = _text_of(standard)
-    text = standard if name is None else getattr(standard, name)
-    if model_type == "stablelm":
-        # A quarter of a head's width is rotated, in pairs.
-        sizes["hidden_size"] = 8 * heads * source.randint(1, 4)
-    return {one: size for one, size in sizes.items() if one in text.to_dict() or one in text.attribute_map}
+def text_part(config: Any) -> Any:
+    """Return the part of a configuration that says what the language model is."""
+    name = _text_of(config)
+    return config if name is None else getattr(config, name)
 
 
 def _text_of(standard: Any) -> str | None:
