@@ -171,6 +171,8 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
     "longcat_flash": {"num_layers": LAYERS // 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "state_size": 16, "expand": 2},
+    # As published. generate() forgets a window where the first layer keeps a state.
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2), "sliding_window": None},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, **_STEPS},
     "qwen3_5_moe_text": _DELTA,
     "qwen3_5_text": _DELTA,

@@ -313,6 +313,7 @@ _TYPES: Mapping[str, Mapping[str, Row]] = {
     },
     "mimo_v2_flash": _FOUR_HEADS,
     "minicpm3": {"scale_emb": around(4.0), "scale_depth": around(1.4), "dim_model_base": number(20, 90)},
+    "minimax": {"sliding_window": KEPT},
     "nemotron_h": {
         "layer_types": KEPT,
         "layers_block_type": shuffled("layers_block_type"),
