@@ -334,7 +334,8 @@ _TYPES: Mapping[str, Mapping[str, Row]] = {
     },
     "recurrent_gemma": {
         "layer_types": KEPT,
-        "lru_width": lambda odd: odd["heads"] * odd.number(2, 8, 4),
+        # Its cache knows no other width.
+        "lru_width": same_as("hidden_size"),
         "block_types": one_of(["recurrent", "attention"], ["recurrent", "recurrent", "attention"]),
     },
     "roformer": {"embedding_size": WIDE},

@@ -362,11 +362,17 @@ class _Numbers:
 
     def __call__(self, name: str, default: int | None = None, *, maximum: int = 2**31 - 1) -> int:
         """Return it. Raises StartupError naming the field."""
-        value = getattr(self._text, name, None)
+        value = self._value(name)
         # Some models have one for each layer.
         if isinstance(value, (list, tuple)) and value and all(isinstance(one, int) for one in value):
             value = max(value)
         return ConfigReader({name: value}, self._config.source).integer(name, default, maximum=maximum)
+
+    def _value(self, name: str) -> Any:
+        # A field that layers have each refuses to be read as one.
+        if name in (getattr(self._text, "per_layer_attributes", None) or ()):
+            return [getattr(self._text.per_layer_config[place], name) for place in range(self("num_hidden_layers"))]
+        return getattr(self._text, name, None)
 
 
 def _context(text: Any, number: _Numbers, model_type: str) -> int:

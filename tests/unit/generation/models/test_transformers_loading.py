@@ -187,6 +187,13 @@ def test_the_self_check_cuts_a_window_that_modules_tell_by_themselves(tmp_path: 
     assert {call.window for call in model.calls} == {30}
 
 
+def test_layers_with_other_heads_start(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = load(tiny_model_type(tmp_path, "step3p7", layer_types=kinds, num_sliding_attention_heads=6))
+    assert [call.num_heads for call in model.calls] == [4, 6, 4, 6]
+    assert model.config.num_heads == 6
+
+
 def test_the_self_check_looks_at_the_positions_that_an_indexer_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
