@@ -30,13 +30,14 @@ from penstock.generation.models.registry import FAMILIES, load_model
 TYPES = sorted({*USUAL, *SEEING, *STATEFUL, *FURTHER_STATEFUL, *FURTHER, *OLD, *FAMILIES})
 # Native types by both routes.
 CASES = [*((one, "auto") for one in TYPES), *((one, "fallback") for one in sorted(FAMILIES))]
-# Configurations of each case in the whole run; cases of the ordinary one, which has others each time.
+# Configurations of each case in the whole run, others each time; cases of the ordinary run, which has the same each
+# time: what a new configuration shows is not a fault of the change that is tested.
 EACH, FEW = 3, 5
 
 
-def check(folder: Path, model_type: str, route: str) -> None:
+def check(folder: Path, model_type: str, route: str, seed: int | None = None) -> None:
     torch.set_num_threads(1)
-    seed = int(os.environ.get("PENSTOCK_ODD_SEED") or random.randrange(1 << 30))
+    seed = int(os.environ.get("PENSTOCK_ODD_SEED") or (random.randrange(1 << 30) if seed is None else seed))
     sizes = odd_sizes(random.Random(seed), model_type)
     # Shown where the test fails.
     print(f"{model_type} by route {route}, PENSTOCK_ODD_SEED={seed}: {sizes}")
@@ -46,7 +47,8 @@ def check(folder: Path, model_type: str, route: str) -> None:
 
 @pytest.mark.parametrize("number", range(FEW))
 def test_some_type_at_odd_sizes_gives_the_ids_of_generate(tmp_path: Path, number: int) -> None:
-    check(tmp_path, *random.choice(CASES[number::FEW]))
+    model_type, route = random.Random(number).choice(CASES[number::FEW])
+    check(tmp_path, model_type, route, number)
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_the_self_check_names_the_first_layer_that_differs(
     load(folder, replace(FALLBACK, self_check=False))
 
 
-def test_the_self_check_cuts_a_window_that_modules_tell_by_themselves(tmp_path: Path) -> None:
+def test_the_self_check_cuts_a_window_that_only_modules_know(tmp_path: Path) -> None:
     # Longer than a third of the check's tokens.
     model = load(tiny_model_type(tmp_path, "doge", sliding_window=30))
     assert {call.window for call in model.calls} == {30}
