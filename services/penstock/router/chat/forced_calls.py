@@ -52,6 +52,8 @@ class _Text:
     is_single: bool = False
     # By itself the model also, or rather, writes a list of calls as Python has them.
     has_python: bool = False
+    # Text that begins a call, with %s for the name, where it is no marker of the format and no beginning of `head`.
+    opens: str = ""
     # Arguments in Gemma's spelling, with their last brace.
     is_gemma: bool = False
     # Names are values of attributes, and the second %s of `members` is the type of a value.
@@ -61,6 +63,11 @@ class _Text:
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _OBJECT = '{"name": "%s", "arguments": '
 _INVOKE = ('<invoke name="%s">\n', "</invoke>\n", ('<parameter name="%s">', "</parameter>\n"))
+_TYPED_OBJECTS = (
+    _Text('{"name":"%s","parameters":', "}"),
+    _Text('{"type": "function", "name": "%s", "parameters": ', "}"),
+    _Text('{"type":"function","name":"%s","parameters":', "}"),
+)
 _TEXTS: Mapping[str, _Text] = {
     "hermes": _Text("<tool_call>\n" + _OBJECT, "}\n</tool_call>"),
     "granite": _Text(_OBJECT, "}", "<|tool_call|>[", ", ", "]"),
@@ -131,6 +138,32 @@ _TEXTS: Mapping[str, _Text] = {
     "gemma4": _Text("<|tool_call>call:%s{", "<tool_call|>", separator="", is_gemma=True),
     "harmony": _Text("<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>", is_single=True),
 }
+# Further spellings that models begin by themselves, with a marker or a beginning of their own. What closes a block of
+# calls stays out: behind the last bracket it is text, which the parser takes.
+_FURTHER: Mapping[str, tuple[_Text, ...]] = {
+    "qwen3_coder": (_Text("<function=%s>\n", "</function>", members=_TEXTS["qwen3_coder"].members),),
+    # The word alone is one of Python's modules.
+    "phi4": (_Text(_OBJECT, "}", "functools[", ", ", "]", opens="functools["),),
+    "granite": (_Text(_OBJECT, "}", "<tool_call>[", ", ", "]"),),
+    "llama3": _TYPED_OBJECTS,
+    "llama4": _TYPED_OBJECTS,
+    # The recipient stands before the channel, too: the blank begins a token.
+    "harmony": (
+        _Text("<|channel|>analysis to=functions.%s <|constrain|>json<|message|>", "<|call|>"),
+        _Text(
+            " to=functions.%s<|channel|>commentary <|constrain|>json<|message|>",
+            "<|call|>",
+            opens=" to=functions.%s<|channel|>",
+        ),
+    ),
+}
+# Formats with a tag before a call as Python writes it, name(…) or name.call(…).
+_TAGGED = ("llama3", "llama4")
+_CALLED = ("(", ".call(")
+# Most characters of a grammar with these calls: those of strict tools take several times their schemas.
+_MOST_TAGGED = 128 << 10
+# Most texts that begin a call, as a generation service takes them.
+_MOST_OPENS = 1024
 _HARMONY_ANSWER = "<|channel|>final<|message|>"
 _HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
@@ -206,6 +239,10 @@ class _Grammar:
         self._rules: list[str] = []
         # Rule of arguments without a schema that holds; empty: there is none yet.
         self._free_rule = ""
+        # Rules of arguments that obey a schema, by the name of the tool: all spellings of a format share them.
+        self._held_rules: dict[str, str] = {}
+        # The same for arguments as Python writes them; of an empty name: any arguments.
+        self._python_rules: dict[str, str] = {}
         pattern = "|".join(re.escape(marker) for marker in sorted(token_ids, key=len, reverse=True))
         self._split: Callable[[str], list[str]] = re.compile(f"({pattern})").split if pattern else lambda text: [text]
         parts = GrammarParts(self._text, self._json, self._value_text, self._add)
@@ -236,57 +273,100 @@ class _Grammar:
         return f"{self._before_calls()} {self._text(written.begin)} {calls} {self._text(written.end)}"
 
     def build_held(self, schemas: Schemas, strict: Collection[str], *, max_calls: int) -> HeldGrammar:
+        opens: list[str] = []
+        starts: list[str] = []
+        format_name = self._chat.tools.name
+        for number, written in enumerate((self._written, *_FURTHER.get(format_name, ()))):
+            self._written = written
+            begun, start = self._held_spelling(schemas, strict, f"call{number or ''}", max_calls)
+            opens += begun
+            starts.append(start)
+        if format_name in _TAGGED:
+            before = len(self._rules)
+            tagged, terms = self._tagged(schemas, strict)
+            if sum(map(len, self._rules)) <= _MOST_TAGGED:
+                opens += tagged
+                starts += terms
+            else:
+                # A strict tool is refused for a grammar that is too long: rather than that, these are not held.
+                del self._rules[before:]
+        # The usual spellings come first: of hundreds of tools the rest is left to the model.
+        opens = opens[:_MOST_OPENS]
+        rules = [f"start: {' | '.join(starts)}", "WHITE: /[ \\n]{1,2}/", *self._rules]
+        return HeldGrammar(tuple(opens), "\n".join(rules) + "\n")
+
+    def _held_spelling(
+        self, schemas: Schemas, strict: Collection[str], rule: str, max_calls: int
+    ) -> tuple[list[str], str]:
+        """Return the texts that begin a call in the spelling, and the terms from there on. Makes a rule of a call."""
         written = self._written
         first = written.begin or written.head
         marker = next((one for one in self._chat.tools.opens if first.startswith(one)), "")
+        marker = marker if not written.opens else "" if "%s" in written.opens else written.opens
         # Models put a blank or a line break behind a marker, or none.
         skip = len(first) - len(first[len(marker) :].lstrip(" \n")) if marker else 0
-        # A model may spell a control token as text.
-        spelled = f"({self._text(marker)} | {_literal(marker)})" if marker in self._ids else self._text(marker)
-        begin = f"{spelled} WHITE?" if marker else ""
+        begin = f"{self._spelled(marker)} WHITE?" if marker else ""
         calls = " | ".join(
             self._call(name, schema if name in strict else None, 0 if written.begin else skip)
             for name, schema in schemas.items()
         )
-        python = self._python_calls(schemas, strict) if written.has_python else ""
-        start = f"{begin} call"
+        self._rules.append(f"{rule}: {calls}")
+        python = " | ".join(self._python_calls(schemas, strict).values()) if written.has_python else ""
+        if python:
+            self._rules.append(f"python: {python}")
+        start = f"{begin} {rule}"
         if written.begin:
             # Other formats begin each call with the marker.
-            block = _repeated("call", self._text(written.separator), max_calls)
+            block = _repeated(rule, self._text(written.separator), max_calls)
             if python:
                 block = f"({block} | {_repeated('python', self._text(written.separator), max_calls)})"
             start = f"{begin} {self._text(first[skip:])} {block} {self._text(written.end)}"
         elif python:
             start += f" | {self._text('[')} {_repeated('python', self._text(', '), max_calls)} {self._text(']')}"
-        rules = [f"start: {start}", f"call: {calls}", "WHITE: /[ \\n]{1,2}/", *self._rules]
-        if python:
-            rules.append(f"python: {python}")
-        return HeldGrammar((marker,) if marker else self._heads(schemas), "\n".join(rules) + "\n")
+        return ([marker] if marker else self._heads(schemas)), start
 
-    def _heads(self, schemas: Schemas) -> tuple[str, ...]:
-        """Beginnings of a call in a format without a marker."""
+    def _spelled(self, marker: str) -> str:
+        """Terms of a marker: a model may spell a control token as text."""
+        return f"({self._text(marker)} | {_literal(marker)})" if marker in self._ids else self._text(marker)
+
+    def _heads(self, schemas: Schemas) -> list[str]:
+        """Beginnings of a call in a spelling without a marker."""
+        if self._written.opens:
+            return [self._written.opens.replace("%s", name) for name in schemas]
         objects = [self._head(name, upto_name=True) for name in schemas]
         named = [name for name, schema in schemas.items() if self._written.has_python and takes_python(name, schema)]
-        return (*objects, *(f"[{name}(" for name in named))
+        return [*objects, *(f"[{name}(" for name in named)]
 
-    def _python_calls(self, schemas: Schemas, strict: Collection[str]) -> str:
-        """Terms of a call as Python writes it; empty where no tool can be called so."""
-        calls, free = [], ""
+    def _tagged(self, schemas: Schemas, strict: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return beginnings of calls as Python writes them behind a tag, and their terms. Other code stays free."""
+        calls = {called: self._python_calls(schemas, strict, called) for called in _CALLED}
+        tags = self._chat.tools.opens
+        opens = [f"{tag}{name}{called}" for tag in tags for called, named in calls.items() for name in named]
+        terms = " | ".join(one for named in calls.values() for one in named.values())
+        if not terms:
+            return [], []
+        self._rules.append(f"tagged: {terms}")
+        return opens, [f"({' | '.join(map(self._spelled, tags))}) tagged"]
+
+    def _python_calls(self, schemas: Schemas, strict: Collection[str], called: str = "(") -> dict[str, str]:
+        """Terms of a call as Python writes it, by the name of a tool that can be called so."""
+        calls = {}
         for name, schema in schemas.items():
             if not takes_python(name, schema):
                 continue
-            if name not in strict and not free:
-                # All tools share it, as they share `_free_arguments`.
-                free = "python_free"
-                self._rules.append(f"{free}: {self._python.free(_ANY_TOOL)}")
-            arguments = self._python.of(_closed(schema), name) if name in strict else free
-            calls.append(f"{self._text(f'{name}(')} {arguments}")
-        return " | ".join(calls)
+            # All tools share it, as they share `_free_arguments`.
+            key = name if name in strict else ""
+            if key not in self._python_rules:
+                rule = self._python_rules[key] = f"python_arguments_{len(self._python_rules)}"
+                body = self._python.of(_closed(schema), name) if key else self._python.free(_ANY_TOOL)
+                self._rules.append(f"{rule}: {body}")
+            calls[name] = f"{self._text(f'{name}{called}')} {self._python_rules[key]}"
+        return calls
 
     def _head(self, name: str, *, upto_name: bool = False) -> str:
         # In JSON the name stands in quotes: a quote in it would end it.
         head = self._written.head
-        is_json = '"name": "' in head
+        is_json = '"name":' in head
         if upto_name:
             head = head[: head.index("%s") + 2] + ('"' if is_json else "")
         return head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else self._name(name))
@@ -329,16 +409,22 @@ class _Grammar:
         rule = f"call_{len(self._rules)}"
         place = len(self._rules)
         self._rules.append("")
-        if schema is None:
-            body = self._free_arguments()
-        elif self._written.is_gemma:
-            body = self._gemma.of(schema, name)
-        elif self._written.members:
-            body = self._members(schema, name)
-        else:
-            body = self._json({"type": "object", **_closed(schema)}, name)
+        body = self._free_arguments() if schema is None else self._held_arguments(name, schema)
         self._rules[place] = f"{rule}: {self._text(self._head(name)[skip:])} {body} {self._text(self._written.tail)}"
         return rule
+
+    def _held_arguments(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Rule of arguments that obey a schema."""
+        if name not in self._held_rules:
+            if self._written.is_gemma:
+                body = self._gemma.of(schema, name)
+            elif self._written.members:
+                body = self._members(schema, name)
+            else:
+                body = self._json({"type": "object", **_closed(schema)}, name)
+            self._held_rules[name] = f"held_{len(self._rules)}"
+            self._rules.append(f"{self._held_rules[name]}: {body}")
+        return self._held_rules[name]
 
     def _free_arguments(self) -> str:
         """Rule of arguments of any kind. All tools share it: any JSON is a large grammar, and slow to compile."""

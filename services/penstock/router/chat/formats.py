@@ -98,6 +98,8 @@ REASONING = (
 )
 THINK = REASONING[-1]
 
+# Beginnings of an object that is a call, in the middle of a text.
+OBJECTS = ('{"name":', '{"type": "function", "name":', '{"type":"function","name":')
 # The more specific rows come first: several formats write <tool_call>.
 TOOLS = (
     ToolFormat(
@@ -254,7 +256,7 @@ TOOLS = (
         program=programs.llama,
         marks=(("<|python_start|>",), ("<|header_start|>",)),
         starts=("[", "{"),
-        inline=('{"name":',),
+        inline=OBJECTS,
         inner=("<|python_end|>",),
     ),
     ToolFormat(
@@ -264,7 +266,7 @@ TOOLS = (
         program=programs.llama,
         marks=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
         starts=("{",),
-        inline=('{"name":',),
+        inline=OBJECTS,
     ),
     ToolFormat(
         "hermes",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from factories.engine.grammars import EOS, allowed, compiled, held, ids_of, lark, text_tokenizer
 from penstock.generation.grammar.call_grammar import HeldCalls
+from penstock.generation.grammar.call_spec import MOST_MARKERS
+from penstock.generation.grammar.grammar_limits import GrammarLimits
 from penstock.router.chat.chat_output import make_parser
 from penstock.router.chat.forced_calls import HeldGrammar, held_grammar
 from penstock.router.chat.formats import TOOLS, choose_format
@@ -60,7 +62,8 @@ def calls_of(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 def drawn(name: str, seed: int, *strict: str) -> str:
     """Text before a marker, the marker, and a call drawn from all that is allowed, until the text is free again."""
     draw, state, made = random.Random(seed), state_of(name, *strict), grammar_of(name, *strict)
-    marker = draw.choice(made.opens)
+    # Each of them is drawn by some seed.
+    marker = made.opens[seed % len(made.opens)]
     # Behind text, Llama 4's list of calls is one after its tag alone.
     before = "Well, let me see. " + ("<|python_start|>" if marker.startswith("[") and name == "llama4" else "")
     ids = ids_of(HARMONY if name == "harmony" else before)
@@ -88,7 +91,7 @@ def test_tools_without_strict_share_one_grammar_of_any_arguments(name: str) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_that_begins_is_a_call_of_a_tool_and_obeys_a_strict_one(name: str) -> None:
-    for seed in range(2):
+    for seed in range(max(2, len(grammar_of(name).opens))):
         text, calls = calls_of(name, drawn(name, seed, "get_weather", "get"))
         assert text.strip() == "Well, let me see."
         assert calls
@@ -138,6 +141,72 @@ def test_arguments_of_a_tool_that_is_not_strict_are_any(name: str) -> None:
         assert (all(state.advance(token_id) for token_id in ids) and state.is_done) is is_taken
     before = "<|start|>assistant" if name == "harmony" else ""
     assert calls_of(name, before + text) == ("", [("get", {"x": [1]})])
+
+
+# Spellings that models begin by themselves beside their template's, whole.
+FURTHER = {
+    "qwen3_coder": ["<function=get>\n</function>"],
+    "phi4": ['functools[{"name": "get", "arguments": {}}]', 'functools[ {"name": "get", "arguments": {}}]'],
+    "granite": ['<tool_call>[{"name": "get", "arguments": {}}, {"name": "get", "arguments": {}}]'],
+    "llama3": [
+        '{"name":"get","parameters":{}}',
+        '{"type": "function", "name": "get", "parameters": {}}',
+        "<|python_tag|>get_weather.call(city='Oslo')",
+        "<|python_tag|>get_weather(city='Oslo')",
+    ],
+    "llama4": ["<|python_start|>get_weather(city='Oslo')", '{"type":"function","name":"get","parameters":{}}'],
+    "harmony": [
+        "<|channel|>analysis to=functions.get <|constrain|>json<|message|>{}<|call|>",
+        " to=functions.get<|channel|>commentary <|constrain|>json<|message|>{}<|call|>",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in FURTHER.items() for text in texts])
+def test_a_call_in_a_further_spelling_of_its_format_is_held(name: str, text: str) -> None:
+    state = state_of(name, "get", "get_weather")
+    ids, was_held = ids_of(text), False
+    for token_id in ids:
+        assert state.advance(token_id)
+        was_held = was_held or not state.is_free
+    assert was_held
+    assert state.is_free
+    before = "<|start|>assistant" if name == "harmony" else ""
+    said, calls = calls_of(name, before + text)
+    assert said.strip() == ""
+    assert calls
+    assert all(call in [("get", {}), ("get_weather", {"city": "Oslo"})] for call in calls)
+    # A tool that was not offered cannot be written; where its name is part of the beginning, the text is no call.
+    state, wrong = state_of(name, "get"), text.replace("get", "rm")
+    assert not take(state, wrong) or state.is_free
+
+
+@pytest.mark.parametrize("text", ["<|python_tag|>import math\nprint(math.pi)", '{"name": "Ada", "born": 1815}'])
+def test_code_behind_llamas_tag_and_data_stay_free(text: str) -> None:
+    state = state_of("llama3", "get")
+    assert take(state, text)
+    assert state.is_free
+
+
+def test_hundreds_of_tools_have_no_more_beginnings_than_a_service_takes() -> None:
+    schemas = {f"tool_{number}": SCHEMAS["get"] for number in range(400)}
+    made = held_grammar(choose_format("", "llama4", "none"), schemas, (), {}, max_calls=1)
+    assert len(made.opens) == MOST_MARKERS
+    # Each tool by the usual spellings.
+    assert set(made.opens) >= {f'{{"name": "{name}"' for name in schemas} | {f"[{name}(" for name in schemas}
+
+
+def test_many_strict_tools_of_llama_are_held_in_json_rather_than_refused() -> None:
+    def made(number: int) -> HeldGrammar:
+        schemas = {f"tool_{one}": SCHEMAS["get_weather"] for one in range(number)}
+        return held_grammar(choose_format("", "llama3", "none"), schemas, list(schemas), {}, max_calls=1)
+
+    few, many = made(10), made(200)
+    assert any(one.startswith("<|python_tag|>") for one in few.opens)
+    assert not any(one.startswith("<|python_tag|>") for one in many.opens)
+    assert '{"name": "tool_199"' in many.opens
+    assert len(many.grammar.encode()) < GrammarLimits().max_constraint_bytes
+    assert compiled(lark(many.grammar))
 
 
 def test_text_before_a_call_and_after_it_is_free() -> None:
