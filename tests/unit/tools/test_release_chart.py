@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import zipfile
@@ -21,7 +22,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     monkeypatch.delenv("HELM", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(get_helm, "PLATFORM", (get_helm.platform.system(), get_helm.platform.machine()))
+    monkeypatch.setattr(get_helm, "PLATFORM", (platform.system(), platform.machine()))
     return folder
 
 
@@ -50,7 +51,7 @@ def test_a_release_says_why_its_chart_was_not_checked(beside: Path, tmp_path: Pa
 def test_another_machine_is_told_that_helm_does_not_come_for_it(
     beside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(get_helm.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(chart_check.NotChecked, match="for Linux x86_64 alone"):
         chart_check.check(tmp_path / "chart.tgz")
 
