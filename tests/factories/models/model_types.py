@@ -153,7 +153,6 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "laguna": _SLIDING,
     "mellum": _SLIDING,
     "ministral": _SLIDING,
-    "smollm3": _SLIDING,
     "qwen2": _SLIDING,
     "qwen2_moe": _SLIDING,
     # Parts of a head's rotated half, for time, height and width.

@@ -339,6 +339,7 @@ _TYPES: Mapping[str, Mapping[str, Row]] = {
         "block_types": one_of(["recurrent", "attention"], ["recurrent", "recurrent", "attention"]),
     },
     "roformer": {"embedding_size": WIDE},
+    "smollm3": {"layer_types": SLIDING},
     "step3p5": {
         "layer_types": SLIDING,
         "num_sliding_attention_heads": lambda odd: odd.number(1, 3, odd["num_key_value_heads"]),

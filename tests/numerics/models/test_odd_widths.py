@@ -20,6 +20,7 @@ from factories.models.model_types import (
     STATEFUL,
     USUAL,
     check_ids,
+    model_types,
     tiny_model_type,
 )
 from factories.models.odd_sizes import odd_sizes
@@ -28,8 +29,8 @@ from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.models.registry import FAMILIES, load_model
 
 TYPES = sorted({*USUAL, *SEEING, *STATEFUL, *FURTHER_STATEFUL, *FURTHER, *OLD, *FAMILIES})
-# Native types by both routes.
-CASES = [*((one, "auto") for one in TYPES), *((one, "fallback") for one in sorted(FAMILIES))]
+# Native types by both routes, where transformers knows them by their name.
+CASES = [*((one, "auto") for one in TYPES), *((one, "fallback") for one in sorted(FAMILIES.keys() & model_types()))]
 # Configurations of each case in the whole run, others each time; cases of the ordinary run, which has the same each
 # time: what a new configuration shows is not a fault of the change that is tested.
 EACH, FEW = 3, 5
