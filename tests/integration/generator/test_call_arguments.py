@@ -14,6 +14,7 @@ from penstock.common.errors import FailedPrecondition, Internal, InvalidArgument
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT
 from penstock.generation.core.cache_group import FIRST_BUNDLES
 from penstock.generation.host.small_pages import has_small_pages
+from penstock.generation.startup.draft_model import DraftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -352,6 +353,20 @@ def test_the_pool_gets_large_pages_before_more_than_its_first_blocks_are_used(fo
         assert pool._small
         made.generate([7] * room, **GREEDY)
         assert not pool._small
+
+
+@pytest.mark.skipif(not has_small_pages(), reason="this system cannot make large pages of small ones")
+def test_a_draft_models_pool_does_so_too(folder: Path) -> None:
+    with local_generator(
+        folder, kv_memory="2MiB", assistant_model=str(folder), assistant_kv_memory="1MiB", dtype="float32"
+    ) as made:
+        draft = made._engine.loaded.engine.draft
+        assert isinstance(draft, DraftModel)
+        room = FIRST_BUNDLES * draft.kv.block_size
+        made.generate([5] * (room - 20), assistant_model=draft.name, **GREEDY)
+        assert draft.kv._small
+        made.generate([7] * room, assistant_model=draft.name, **GREEDY)
+        assert not draft.kv._small
 
 
 def test_a_held_prefix_of_more_than_half_of_the_pool_is_room_for_what_begins_with_it(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Bundles of each group of layers that a small load has: memory for more is made when it is needed.
-FIRST_BUNDLES = 16
+FIRST_BUNDLES = 8
 
 
 @dataclass(frozen=True, slots=True)

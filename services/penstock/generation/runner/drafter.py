@@ -13,6 +13,7 @@ from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.runner.draft_shadow import new_shadow, take_draft
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.step import DraftRequest, Runner, SampledToken
@@ -64,8 +65,10 @@ class ModelDrafter:
         block_size: int,
         max_context_tokens: int,
         max_prefill_tokens: int,
+        on_grow: Callable[[], None] | None = None,
     ) -> None:
         """`max_context_tokens` is the draft model's. `max_prefill_tokens`: most rows of a call before its first draft.
+        `on_grow` is the block pool's.
 
         A longer prompt takes several calls; only the last one returns drafts.
         """
@@ -73,6 +76,7 @@ class ModelDrafter:
         self._max_context_tokens = max_context_tokens
         self._max_prefill_tokens = max_prefill_tokens
         self._tables = BlockTables(BlockPool(num_blocks, block_size), prefix_cache=False)
+        self._tables.pool.on_grow = on_grow
         # seq_id -> shadow, the least recently used first.
         self._shadows: OrderedDict[int, _Shadow] = OrderedDict()
         # Sequences that the runner must forget before its next step.

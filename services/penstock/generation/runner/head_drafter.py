@@ -113,6 +113,7 @@ class HeadDrafter:
         self.head, self.kv = head, kv
         self._vocab_size = vocab_size
         self._tables = BlockTables(BlockPool(kv.num_blocks, kv.block_size), prefix_cache=False)
+        self._tables.pool.on_grow = kv.leave_small_pages
         self._inputs = InputBatch(kv.block_size, head.device)
         self._sampler = Sampler(head.device, kernels)
         self._masks = None if masks is None else GrammarMasks(masks)

@@ -116,6 +116,7 @@ def make_draft_model(
         block_size=kv.block_size,
         max_context_tokens=context,
         max_prefill_tokens=engine.max_batch_tokens,
+        on_grow=kv.leave_small_pages,
     )
     draft = DraftModel(model_name(config.assistant_model), weights, kv, runner, drafter)
     draft.warm_up()

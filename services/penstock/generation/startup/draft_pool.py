@@ -27,4 +27,4 @@ def make_draft_pool(
         max_context_tokens=context,
         max_blocks=max(most_blocks, 1),
     )
-    return shape.pool(blocks, device.torch_device)
+    return shape.pool(blocks, device.torch_device, begins_small=True)

@@ -129,7 +129,7 @@ def test_blocks_are_taken_in_order_and_a_growing_number_of_them_is_told_before()
     pool, told = BlockPool(100, 4), list[int]()
     pool.on_grow = lambda: told.append(pool.num_used)
     assert [pool.allocate() for _ in range(100)] == list(range(100))
-    assert told == [16, 32, 64]
+    assert told == [8, 16, 32, 64]
     pool.check_integrity()
     with pytest.raises(OutOfBlocks):
         pool.allocate()
