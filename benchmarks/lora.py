@@ -71,6 +71,8 @@ class Bench:
             for number, rank in zip(range(options.adapters), itertools.cycle(options.ranks), strict=False)
         ]
         self.engine = Engine(self.loaded.engine.config, self.loaded.engine.runner, None)
+        # As a service's engine does.
+        self.engine.device_blocks.on_grow = self.loaded.pools.kv.leave_small_pages
         self._ids = itertools.count()
 
     def decode(self, batch: int, seed: int, *, adapted: bool) -> float:

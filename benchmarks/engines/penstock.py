@@ -103,6 +103,8 @@ class PenstockEngine(Adapter):
         config = from_env_and_flags(GenerationServiceConfig, given)
         self._loaded: Any = load(config, "bench", lambda percent: None)
         self._engine = Engine(self._loaded.engine.config, self._loaded.engine.runner, self._loaded.files.token_bytes)
+        # As a service's engine does.
+        self._engine.device_blocks.on_grow = self._loaded.pools.kv.leave_small_pages
         self._runner.run(self._start())
 
     async def _start(self) -> None:
