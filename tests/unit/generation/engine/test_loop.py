@@ -515,7 +515,8 @@ async def test_a_pause_does_not_keep_a_processor_busy() -> None:
 
         bench.engine.end_overdue = count  # type: ignore[method-assign]
         await asyncio.sleep(0.3)
-        assert looks == 0
+        # The look that belongs to the pause's own command may come late.
+        assert looks <= 1
         assert bench.loop.step_in_progress.seconds == 0.0
         bench.loop.abort([item.request_id])
         await bench.end_of(item)
