@@ -36,9 +36,11 @@ def wakeups_together() -> Iterator[None]:
 
 
 def _take_all(source: socket.socket, callback: Callable[..., object], *arguments: Any) -> None:
-    # An event is there before its byte, so `callback` finds the events of all these bytes. One byte is left for it.
+    waiting = 0
     with contextlib.suppress(BlockingIOError):
         waiting = len(source.recv(_MOST, socket.MSG_PEEK))
-        if waiting > 1:
-            source.recv(waiting - 1)
+    # It takes one byte, and all events. An event is there before its byte, so it finds the events of all these bytes.
+    # Where it fails at one (that of a loop that is closed), the bytes of the others bring it back.
     callback(*arguments)
+    if waiting > 1:
+        source.recv(waiting - 1)
