@@ -180,7 +180,8 @@ async def test_gateway_gives_the_calls_of_the_format_whole_and_as_events() -> No
     asked: dict[str, Any] = {"model": "", "messages": [{"role": "user", "content": "?"}], "tools": [tool]}
     async with (
         backend(script=script) as served,
-        running_router(served, tool_format="mistral") as router,
+        # A token a piece, however late the loop is.
+        running_router(served, tool_format="mistral", max_gather_seconds=0.0) as router,
         running_gateway(router.server.address) as gateway,
         openai.AsyncOpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as client,
     ):
