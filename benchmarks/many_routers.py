@@ -26,6 +26,7 @@ from typing import Any
 
 from penstock.common.fair_order import FairOrder
 from penstock.generation.engine.prefix_log import PrefixLog, PrefixReader
+from penstock.router.backends.candidate_list import CandidateList
 from penstock.router.backends.load_report import LoadReport
 from penstock.router.backends.load_view import LoadView
 from penstock.router.backends.policy import Policy, PolicyConfig
@@ -162,7 +163,8 @@ class Simulation:
         self._backends = [SimulatedBackend(f"backend-{one}") for one in range(options.backends)]
         logs = [PrefixLog([one]) if told else None for one in self._backends]  # type: ignore[list-item]
         self._routers = [
-            (Policy[SeenBackend](PolicyConfig()), list(map(SeenBackend, self._backends, logs))) for _ in range(routers)
+            (Policy[SeenBackend](PolicyConfig()), CandidateList(map(SeenBackend, self._backends, logs)))
+            for _ in range(routers)
         ]
         self._events: list[tuple[float, int, Any]] = []
         self._order = itertools.count()

@@ -41,11 +41,11 @@ class AdapterLoading:
 
     def is_hopeless(self, model: str, adapter: str) -> bool:
         """True when no backend has the adapter, whatever its state, and none may be asked to load it."""
-        return not self._config.adapter_loading and adapter not in self._pool.adapters(model)
+        return not self._config.adapter_loading and not self._pool.has_adapter(model, adapter)
 
     def missing(self, model: str, adapter: str) -> PenstockError:
         """Make the error for an adapter that no ready backend has."""
-        if self._pool.ready(model) and adapter not in self._pool.adapters(model):
+        if self._pool.ready(model) and not self._pool.has_adapter(model, adapter):
             return _not_found()
         return Unavailable(
             "no generation backend that has the adapter is ready",

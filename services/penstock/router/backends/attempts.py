@@ -235,8 +235,8 @@ class Attempts:
 
         None without `ability` is chosen; where that is None, all have it.
         """
-        usable = self._pool.usable(model, adapter)
-        # Without a list of its own for each request, the policy knows it again.
+        usable: Sequence[Backend] = self._pool.usable(model, adapter)
+        # Without a list of its own for each request, the policy knows its places already.
         if ability is not None and not self._pool.are_all_own:
             usable = [one for one in usable if ability.has(one)]
         avoid = lost_on | self._probations.taken()

@@ -60,6 +60,8 @@ class Backend:
         """Make it; `link.run` connects. `tokenizer` returns the facts of ours; `on_change`: its state changed;
         `on_kept`: it told of blocks of these names."""
         self.where = where
+        # Unique among backends.
+        self.key = where.address
         # True for a generation service of ours; False for another engine.
         self.is_own = not scheme_of(where.target)
         # Of the last connection.
@@ -85,11 +87,6 @@ class Backend:
         # Requests of the calls with a single answer.
         self._callers: list[Suspect] = []
         self._idle_callers = 0
-
-    @property
-    def key(self) -> str:
-        """Key that is unique among backends."""
-        return self.where.address
 
     @property
     def in_flight(self) -> int:

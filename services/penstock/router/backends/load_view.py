@@ -31,8 +31,7 @@ class LoadView:
 
     def connect(self) -> None:
         """Begin anew: on this connection nothing is reported yet."""
-        self._report = LoadReport()
-        self._reported_in_flight = self._reported_idle = 0
+        self._set_report(LoadReport(), 0, 0)
         self._num_reports = self._progress = 0
         self._age = ReportAge()
         # Our time at which the figures were measured; None: that is not told.
@@ -48,8 +47,7 @@ class LoadView:
         """
         self._num_reports += 1
         self._progress += report.is_stepping or report.step != self._report.step
-        self._report = report
-        self._reported_in_flight, self._reported_idle = self._in_flight(), self._idle_in_flight()
+        self._set_report(report, self._in_flight(), self._idle_in_flight())
         now = self._clock()
         age = self._age.of(report.measured_at, now)
         self._measured_at = now - age if report.measured_at else None
@@ -59,6 +57,17 @@ class LoadView:
         self._sent_tokens.clear()
         for _, tenant, tokens in self._sent:
             self._add_sent(tenant, tokens)
+
+    def _set_report(self, report: LoadReport, in_flight: int, idle_in_flight: int) -> None:
+        """Set a report, with the number of our requests there when it came, and what every choice needs of it."""
+        self._report = report
+        # Requests of others, and those of them that use idle capacity only; None: not told, or all wait for them.
+        self._others = float(max(report.requests - in_flight, 0))
+        told = report.idle_only_requests
+        self._idle_others = None if told is None else max(told - idle_in_flight, 0)
+        # Number of our requests with which its queue is full: what was sent since waits, running ones are not in it.
+        most = report.max_queued_requests
+        self._full_at = most - report.waiting_requests + in_flight if most > 0 else math.inf
 
     def note_sent(self, demand: Demand) -> None:
         """Note a request that is sent now."""
@@ -89,17 +98,14 @@ class LoadView:
     @property
     def requests(self) -> float:
         """Number of requests in the report, corrected by ours that were sent and finished since."""
-        in_flight = self._in_flight()
-        return float(max(self._report.requests + in_flight - self._reported_in_flight, in_flight))
+        return self._others + self._in_flight()
 
     @property
     def pressing(self) -> float:
         """Number of those that another request waits for: all, or all but those of idle capacity where these rest."""
-        told = self._report.idle_only_requests
-        if told is None:
+        if self._idle_others is None:
             return self.requests
-        ours = self._idle_in_flight()
-        return max(self.requests - max(told + ours - self._reported_idle, ours), 0.0)
+        return max(self.requests - self._idle_others - self._idle_in_flight(), 0.0)
 
     def standing(self, *, is_idle_only: bool) -> float | None:
         """Number of requests that a new one waits for; None: it would be refused.
@@ -107,24 +113,17 @@ class LoadView:
         It is `pressing`, or for one that `is_idle_only` `requests`, and `is_full`, in one reading: every choice of a
         backend asks this of many.
         """
-        report, in_flight = self._report, self._in_flight()
-        sent = in_flight - self._reported_in_flight
-        if 0 < report.max_queued_requests <= report.waiting_requests + sent:
+        in_flight = self._in_flight()
+        if in_flight >= self._full_at:
             return None
-        told = report.idle_only_requests
-        requests = max(report.waiting_requests + report.running_requests + sent, in_flight)
-        if is_idle_only or told is None:
-            return float(requests)
-        ours = self._idle_in_flight()
-        return float(max(requests - max(told + ours - self._reported_idle, ours), 0))
+        if is_idle_only or self._idle_others is None:
+            return self._others + in_flight
+        return max(self._others + in_flight - self._idle_others - self._idle_in_flight(), 0.0)
 
     @property
     def room(self) -> float:
         """Number of requests that its queue would still take; infinite when it reports no bound."""
-        report = self._report
-        # Requests sent since the report count as waiting until the next one; running requests are not in the queue.
-        waiting = report.waiting_requests + self._in_flight() - self._reported_in_flight
-        return report.max_queued_requests - waiting if report.max_queued_requests else math.inf
+        return self._full_at - self._in_flight()
 
     @property
     def is_full(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from penstock.router.backends.candidate_list import CandidateList
 from penstock.router.backends.prefix_holders import PrefixHolders
 from penstock.router.backends.prefix_index import BlockNames
 
@@ -66,9 +67,6 @@ class Policy(Generic[CandidateT]):
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._turn = self._window = 0
         self._holders: PrefixHolders[CandidateT] = PrefixHolders(config.max_prefixes)
-        # The last list of a crowd, and its backends by key: a router has one until some backend's state changes.
-        self._crowd: Sequence[CandidateT] = ()
-        self._by_key: dict[str, CandidateT] = {}
         # Another engine told of blocks: by their names without a salt.
         self._has_plain = False
 
@@ -81,18 +79,24 @@ class Policy(Generic[CandidateT]):
         avoid: Collection[str] = (),
         is_idle_only: bool = False,
     ) -> CandidateT | None:
-        """Choose a backend; None when every candidate is full or there is none. A list is not changed afterwards.
+        """Choose a backend; None when every candidate is full or there is none.
 
-        `avoid` names backends that this request was lost on: used only when nothing else is there. `is_idle_only`: it
-        waits for all that are there; other requests do not wait for those of idle capacity.
+        Of a CandidateList the time does not grow with their number, of another sequence it does. `avoid` names backends
+        that this request was lost on: used only when nothing else is there. `is_idle_only`: it waits for all that are
+        there; other requests do not wait for those of idle capacity.
         """
         is_crowd = len(candidates) > self._config.most_looked_at
-        usable = _usable(self._some_of(candidates, hashes, session), avoid, is_idle_only) if is_crowd else []
+        usable: list[tuple[float, CandidateT]] = []
+        if is_crowd:
+            crowd = candidates if isinstance(candidates, CandidateList) else CandidateList(candidates)
+            usable = _usable(self._some_of(crowd, hashes, session), avoid, is_idle_only)
         if not usable or (avoid and all(one.key in avoid for _, one in usable)):
             usable = _usable(candidates, avoid, is_idle_only)
         if not usable:
             return None
-        chosen = self._of_session(usable, session) or self._of_prefix(usable, hashes) or self._least_loaded(usable)
+        chosen = self._of_session(usable, session) if session else None
+        if chosen is None:
+            chosen = self._of_prefix(usable, hashes) or self._least_loaded(usable)
         if is_crowd:
             self._holders.add(hashes, chosen)
         if session:
@@ -108,41 +112,45 @@ class Policy(Generic[CandidateT]):
         self._has_plain |= is_plain
         self._holders.note(names, candidate)
 
-    def _some_of(self, candidates: Sequence[CandidateT], hashes: Sequence[int], session: str) -> list[CandidateT]:
+    def _some_of(self, crowd: CandidateList[CandidateT], hashes: Sequence[int], session: str) -> list[CandidateT]:
         """Return the next ones in turn, those that have a beginning of the prompt, and the session's.
 
         The least loaded of these is nearly the least loaded of all, and the time to choose does not grow.
         """
-        most, key = self._config.most_looked_at, self._sessions.get(session) if session else None
-        begin = self._window = (self._window + most) % len(candidates)
-        some = [*candidates[begin : begin + most], *candidates[: max(begin + most - len(candidates), 0)]]
+        count, most = len(crowd), self._config.most_looked_at
+        begin = self._window = (self._window + most) % count
+        some = crowd[begin : begin + most]
+        if begin + most > count:
+            some += crowd[: begin + most - count]
         # In order and once each, so that a choice can be repeated.
-        keys = dict.fromkeys(one.key for one in self._holders.of(hashes))
+        keys = dict.fromkeys([one.key for one in self._holders.of(hashes)])
         if self._has_plain and isinstance(hashes, BlockNames):
-            keys.update(dict.fromkeys(one.key for one in self._holders.of(hashes.plain)))
-        if key is not None:
+            keys.update(dict.fromkeys([one.key for one in self._holders.of(hashes.plain)]))
+        if session and (key := self._sessions.get(session)) is not None:
             keys[key] = None
         if keys:
-            if candidates is not self._crowd:
-                self._crowd, self._by_key = candidates, {one.key: one for one in candidates}
-            # One that is gone, or cannot do this, is no candidate.
-            by_key, seen = self._by_key, {one.key for one in some}
-            some += [by_key[one] for one in keys if one in by_key and one not in seen]
+            places = crowd.places
+            for one in keys:
+                # One that is gone, or cannot do this, is no candidate.
+                place = places.get(one)
+                if place is not None and (place - begin) % count >= most:
+                    some.append(crowd[place])
         return some
 
     def _of_session(self, usable: Sequence[tuple[float, CandidateT]], session: str) -> CandidateT | None:
-        key = self._sessions.get(session) if session else None
+        key = self._sessions.get(session)
         return None if key is None else next((candidate for _, candidate in usable if candidate.key == key), None)
 
-    def _of_prefix(self, usable: Sequence[tuple[float, CandidateT]], hashes: Sequence[int]) -> CandidateT | None:
+    def _of_prefix(self, usable: list[tuple[float, CandidateT]], hashes: Sequence[int]) -> CandidateT | None:
         if not hashes or len(usable) == 1:
             return usable[0][1] if len(usable) == 1 else None
-        bound = min(requests for requests, _ in usable) * self._config.factor + self._config.slack
+        bound = min([requests for requests, _ in usable]) * self._config.factor + self._config.slack
         best: list[tuple[float, CandidateT]] = []
         best_match = 1
         for requests, candidate in usable:
-            match = candidate.match(hashes)
-            if match < best_match or requests > bound or candidate.load.kv_pressure > self._config.max_kv_pressure:
+            if requests > bound or (match := candidate.match(hashes)) < best_match:
+                continue
+            if candidate.load.kv_pressure > self._config.max_kv_pressure:
                 continue
             if match > best_match:
                 best, best_match = [], match
@@ -150,12 +158,11 @@ class Policy(Generic[CandidateT]):
         # Of several that have as much, the first in the list would get every request of a prompt that all know.
         return self._least_loaded(best) if len(best) > 1 else best[0][1] if best else None
 
-    def _least_loaded(self, usable: Sequence[tuple[float, CandidateT]]) -> CandidateT:
+    def _least_loaded(self, usable: list[tuple[float, CandidateT]]) -> CandidateT:
         # Equal candidates take turns, or the first in the list would get every request of an idle cluster.
         self._turn += 1
-        turn, least = self._turn % len(usable), min(requests for requests, _ in usable)
-        rotated = (*usable[turn:], *usable[:turn])
-        idle = [candidate for requests, candidate in rotated if requests == least]
+        turn, least = self._turn % len(usable), min([requests for requests, _ in usable])
+        idle = [candidate for requests, candidate in usable[turn:] + usable[:turn] if requests == least]
         return min(idle, key=lambda candidate: round(candidate.load.kv_pressure, 2)) if len(idle) > 1 else idle[0]
 
 
@@ -164,8 +171,9 @@ def _usable(
 ) -> list[tuple[float, CandidateT]]:
     """Return those with room, each with the number of requests that count; without those to avoid, unless there are no
     others."""
-    standing = [(candidate.load.standing(is_idle_only=is_idle_only), candidate) for candidate in candidates]
-    free = [(requests, candidate) for requests, candidate in standing if requests is not None]
+    free = [
+        (requests, one) for one in candidates if (requests := one.load.standing(is_idle_only=is_idle_only)) is not None
+    ]
     if avoid:
         free = [one for one in free if one[1].key not in avoid] or free
     return free

@@ -13,6 +13,7 @@ from penstock.common.model_names import those_there_are
 from penstock.router.aio import Wakeup
 from penstock.router.backends.absences import Absences
 from penstock.router.backends.backend import Backend
+from penstock.router.backends.candidate_list import CandidateList
 from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.discovery import BackendAddress, Discovery, Resolver, resolve
 from penstock.router.backends.link import BackendState
@@ -59,8 +60,10 @@ class BackendPool:
         self._num_engines = 0
         # Backends that no name resolves to any more: they finish their streams (a rolling restart) and get nothing new.
         self._leaving: set[BackendAddress] = set()
-        # Of each model that has some: its ready backends, and those of them that are ejected, until a state changes.
-        self._ready_of: dict[str, list[Backend]] = {}
+        # Of each model, and of each model and adapter, that has some: its ready backends, and those of them that get
+        # requests, until a state or an adapter changes. And the ejected ones of each model.
+        self._ready_of: dict[tuple[str, str], CandidateList[Backend]] = {}
+        self._usable_of: dict[tuple[str, str], CandidateList[Backend]] = {}
         self._ejected_of: dict[str, set[Backend]] = {}
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -123,24 +126,34 @@ class BackendPool:
         """True while no backend is another engine: all can do the same."""
         return not self._num_engines
 
-    def ready(self, model: str = "", adapter: str = "") -> list[Backend]:
+    def ready(self, model: str = "", adapter: str = "") -> CandidateList[Backend]:
         """Backends that take requests: of one model when named, and that have an adapter when named. Read only."""
-        ready = self._ready_of.get(model)
+        ready = self._ready_of.get((model, adapter))
         if ready is None:
-            ready = [
-                backend
-                for where, backend in self._backends.items()
-                if backend.link.is_ready and where not in self._leaving and (not model or backend.link.serves(model))
-            ]
+            ready = CandidateList(self._find_ready(model, adapter))
             # Callers may ask for any name.
             if ready:
-                self._ready_of[model] = ready
-        return [one for one in ready if adapter in one.adapters.known] if adapter else ready
+                self._ready_of[model, adapter] = ready
+        return ready
 
-    def usable(self, model: str = "", adapter: str = "") -> list[Backend]:
+    def _find_ready(self, model: str, adapter: str) -> Iterator[Backend]:
+        if adapter:
+            return (one for one in self.ready(model) if adapter in one.adapters.known)
+        return (
+            backend
+            for where, backend in self._backends.items()
+            if backend.link.is_ready and where not in self._leaving and (not model or backend.link.serves(model))
+        )
+
+    def usable(self, model: str = "", adapter: str = "") -> CandidateList[Backend]:
         """Return the ready backends that are not ejected; the ejected ones when there is no other. Read only."""
-        ready, ejected = self.ready(model, adapter), self._ejected(model)
-        return [one for one in ready if one not in ejected] or ready if ejected else ready
+        usable = self._usable_of.get((model, adapter))
+        if usable is None:
+            ready, ejected = self.ready(model, adapter), self._ejected(model)
+            usable = CandidateList(one for one in ready if one not in ejected) or ready if ejected else ready
+            if usable:
+                self._usable_of[model, adapter] = usable
+        return usable
 
     def _ejected(self, model: str) -> set[Backend]:
         """Return the ready backends of a model that are ejected."""
@@ -169,6 +182,11 @@ class BackendPool:
         paths = (backend.adapters.known.path_of(adapter) for backend in self.of_model(model))
         return next(filter(None, paths), "")
 
+    def has_adapter(self, model: str, adapter: str) -> bool:
+        """True when some backend of a model has an adapter, or had it when it was lost."""
+        # Most often a ready one, which is known without a look at all of them.
+        return bool(self.ready(model, adapter)) or any(adapter in one.adapters.known for one in self.of_model(model))
+
     def of_model(self, model: str) -> Iterator[Backend]:
         """Backends of a model, in whatever state; an empty name is any model's."""
         return (one for one in self._backends.values() if not model or one.link.serves(model))
@@ -194,9 +212,9 @@ class BackendPool:
         asked = self._model_of_alias(asked)
         if asked and self._models and asked not in self._models:
             return self._model_of_adapter(asked, adapter)
-        if not asked and adapter:
-            # Where several models are served, the adapter may tell which.
-            having = [name for name in self._models if adapter in self.adapters(name)]
+        if not asked and adapter and len(self._models) > 1:
+            # The adapter may tell which.
+            having = [name for name in self._models if self.has_adapter(name, adapter)]
             if len(having) == 1:
                 return having[0], adapter
         served = [asked] if asked else [name for name in self._models if self.ready(name)] or list(self._models)
@@ -212,7 +230,7 @@ class BackendPool:
 
     def _model_of_adapter(self, asked: str, adapter: str) -> tuple[str, str]:
         """Return model and adapter for a `model` that is no model's name."""
-        having = [name for name in self._models if asked in self.adapters(name)]
+        having = [name for name in self._models if self.has_adapter(name, asked)]
         if not having:
             names = [one for name in self._models for one in (name, *self._models[name].aliases, *self.adapters(name))]
             raise NotFound(
@@ -345,6 +363,7 @@ class BackendPool:
 
     def _forget_ready(self) -> None:
         self._ready_of.clear()
+        self._usable_of.clear()
         self._ejected_of.clear()
 
     def _on_change(self) -> None:

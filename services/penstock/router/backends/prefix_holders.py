@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 HolderT = TypeVar("HolderT")
@@ -29,17 +30,14 @@ class PrefixHolders(Generic[HolderT]):
     def of(self, hashes: Sequence[int]) -> list[HolderT]:
         """Return the holders of the longest remembered prefix of a prompt; empty when there is none."""
         known = self._holders
-        found = next((known[one] for one in reversed(hashes) if one in known), ())
-        return [holder for one in found if (holder := one()) is not None]
+        for name in reversed(hashes):
+            if name in known:
+                return [holder for one in known[name] if (holder := one()) is not None]
+        return []
 
     def add(self, hashes: Sequence[int], holder: HolderT) -> None:
         """Remember that a prompt was sent to `holder`."""
-        length = 1
-        ends = {len(hashes)} if hashes else set()
-        while length < len(hashes):
-            ends.add(length)
-            length *= 2
-        self._put([hashes[end - 1] for end in ends], holder)
+        self._put([hashes[at] for at in _places(len(hashes))], holder)
 
     def note(self, names: Sequence[int], holder: HolderT) -> None:
         """Remember blocks that `holder` told of."""
@@ -49,10 +47,20 @@ class PrefixHolders(Generic[HolderT]):
         # An object has one such reference.
         known, own = self._holders, weakref.ref(holder)
         for name in names:
-            had = known.get(name, ())
-            if not had or had[-1] is not own:
+            had = known.get(name)
+            if had is None:
+                known[name] = (own,)
+                continue
+            if had[-1] is not own:
                 others = [one for one in had if one is not own and one() is not None]
                 known[name] = (*others[-_MOST_HOLDERS + 1 :], own)
             known.move_to_end(name)
         while len(known) > self._capacity:
             known.popitem(last=False)
+
+
+@lru_cache(maxsize=4096)
+def _places(count: int) -> tuple[int, ...]:
+    """Return the last places of the prefixes that are remembered of a prompt of `count` blocks, the whole first."""
+    ends = {count, *(1 << power for power in range(count.bit_length()))} if count else ()
+    return tuple(sorted((end - 1 for end in ends), reverse=True))

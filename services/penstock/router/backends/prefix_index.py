@@ -68,9 +68,10 @@ class PrefixIndex:
     def match(self, hashes: Sequence[int]) -> int:
         """Number of leading blocks that are known."""
         told, sent = self._told, self._sent
-        for count, name in enumerate(hashes):
+        for name in hashes:
             if name not in told and name not in sent:
-                return count
+                # Without a count in the loop: every choice of a backend asks this of many.
+                return hashes.index(name)
         return len(hashes)
 
     def add(self, hashes: Sequence[int]) -> None:

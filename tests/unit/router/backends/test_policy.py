@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.router.backends.candidate_list import CandidateList
 from penstock.router.backends.policy import Policy, PolicyConfig
 from penstock.router.backends.prefix_index import BlockNames, PrefixIndex, routing_hashes
 
@@ -320,3 +321,28 @@ def test_in_a_crowd_the_last_one_with_room_is_found() -> None:
     for one in many:
         one.load.is_taken = True  # type: ignore[attr-defined]
     assert choose.choose(many, PROMPT) is None
+
+
+def test_a_choice_in_a_list_that_was_seen_before_reads_the_keys_of_few() -> None:
+    """Also where the lists of several adapters take turns."""
+    read: list[str] = []
+
+    class Named(FakeBackend):
+        @property
+        def key(self) -> str:  # type: ignore[override]
+            read.append(self.name)
+            return self.name
+
+        def __init__(self, name: str) -> None:
+            self.name, self.load, self.prefixes = name, FakeLoad(), PrefixIndex(1000)
+
+    many = [Named(str(number)) for number in range(1000)]
+    lists = [CandidateList(many[:600]), CandidateList(many[400:])]
+    choose: Policy[FakeBackend] = policy()
+    for one in lists:
+        choose.choose(one, PROMPT)
+        choose.choose(one, PROMPT)
+    read.clear()
+    for number in range(10):
+        assert choose.choose(lists[number % 2], PROMPT) is not None
+    assert len(read) < 200

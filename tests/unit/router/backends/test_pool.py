@@ -12,7 +12,7 @@ from penstock.router.backends.outliers import Outcome
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.v1 import model_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, model_pb2, tokenizer_pb2
 from prometheus_client import CollectorRegistry
 
 
@@ -101,3 +101,34 @@ async def test_a_change_looks_at_each_backend_once_however_many_names(monkeypatc
     assert len(calls) <= 2 * 50
     up = [registry.get_sample_value("penstock_router_backend_up", {"backend": target}) for target in addresses(60)]
     assert up == [1.0] * 50 + [0.0] * 10
+
+
+def loaded(name: str, version: int) -> admin_pb2.LoadAdapterResponse:
+    return admin_pb2.LoadAdapterResponse(adapter=admin_pb2.Adapter(name=name, path=name), version=version)
+
+
+async def test_backends_with_an_adapter_are_looked_for_once_until_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _ = make_pool(3, monkeypatch)
+    one, two, three = pool.backends
+    for backend in (one, two):
+        become_ready(backend)
+    assert pool.ready("m", "sql") == pool.usable("m", "sql") == []
+    assert not pool.has_adapter("m", "sql")
+    one.adapters.note_loaded(loaded("sql", 1))
+    two.adapters.note_loaded(loaded("sql", 1))
+    assert pool.ready("m", "sql") == pool.usable("m", "sql") == [one, two]
+    # Two requests get one list, which a policy knows again.
+    assert pool.ready("m", "sql") is pool.ready("m", "sql")
+    assert pool.usable("m", "sql") is pool.usable("m", "sql")
+    pool.outliers.note(one.key, Outcome.PROTOCOL)
+    assert (pool.ready("m", "sql"), pool.usable("m", "sql")) == ([one, two], [two])
+    assert pool.usable("m", "sql") is pool.usable("m", "sql")
+    two.adapters.note_missing("sql", 2)
+    assert pool.ready("m", "sql") == pool.usable("m", "sql") == [one]
+    one.link.show_lost()
+    assert pool.ready("m", "sql") == []
+    # It is expected back with what it had.
+    assert pool.has_adapter("m", "sql")
+    become_ready(three)
+    assert pool.choose_model("", "sql") == ("m", "sql")
+    assert pool.choose_model("sql") == ("m", "sql")
