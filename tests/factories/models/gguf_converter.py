@@ -52,8 +52,7 @@ def convert(
         if value is not None:
             writer.add_key_value(f"{architecture}.{one}", value, gguf.GGUFValueType.get_type(value))
     for one, value in (vocabulary or {}).items():
-        kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
-        writer.add_key_value(one, value, kind)
+        writer.add_key_value(one, value, _kind_of(value))
     for name, value in _steps(architecture, config, tensors):
         kind = matrices if quantised and _fits(value) else "F32"
         kind = experts if value.dim() == 3 and ".experts." in name else kind
@@ -72,6 +71,14 @@ def round_weights(folder: Path) -> None:
     for file in folder.glob("*.safetensors"):
         found = {name: _rounded(value) if _fits(value) else value for name, value in load_file(file).items()}
         save_file(found, file, metadata={"format": "pt"})
+
+
+def _kind_of(value: Any) -> Any:
+    """Return the type of a fact. Numbers are unsigned: llama.cpp reads no others for sizes and ids."""
+    if isinstance(value, list):
+        return gguf.GGUFValueType.ARRAY
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)
 
 
 def _fits(value: Tensor) -> bool:
