@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.model_types import CHUNK, LAYERS, WINDOW, check_ids, tiny_model_type
 from factories.models.run_kernels import KERNELS, cpu_device
@@ -32,8 +33,10 @@ def read(folder: Path, **fields: Any) -> ModelConfig:
     return read_model_config(written(folder, **fields))
 
 
-def load(folder: Path, route: ModelRoute = FALLBACK) -> TransformersModel:
-    model = load_model(folder, dtype="float32", device=cpu_device(), route=route)
+def load(
+    folder: Path, route: ModelRoute = FALLBACK, *, dtype: str = "float32", quantization: str = "auto"
+) -> TransformersModel:
+    model = load_model(folder, dtype=dtype, quantization=quantization, device=cpu_device(), route=route)
     assert isinstance(model, TransformersModel)
     return model
 
@@ -179,6 +182,26 @@ def test_the_self_check_names_the_first_layer_that_differs(
     with pytest.raises(StartupError, match=f"self-check of model_type '{kind}' failed: layer 0 differs"):
         load(folder)
     load(folder, replace(FALLBACK, self_check=False))
+
+
+def test_a_model_that_makes_much_of_a_rounding_is_judged_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many layers with sharp attention: after some of them another rounding is another answer."""
+    layers = 24
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    changes = {"num_hidden_layers": layers, "layer_types": kinds, "num_kv_shared_layers": 4}
+    folder = tiny_model_type(tmp_path, "gemma4_text", dtype=torch.bfloat16, **changes)
+    load(folder, dtype="bfloat16")
+    load(folder, dtype="bfloat16", quantization="int8")
+
+    def wrong(*arguments: Any, **named: Any) -> Recording:
+        found = record(*arguments, **named)
+        return replace(found, calls=tuple(replace(call, window=None) for call in found.calls))
+
+    monkeypatch.setattr(self_check, "record", wrong)
+    with pytest.raises(StartupError, match="self-check of model_type 'gemma4_text' failed: layer 0 differs"):
+        load(folder, dtype="bfloat16")
 
 
 def test_the_self_check_cuts_a_window_that_only_modules_know(tmp_path: Path) -> None:
