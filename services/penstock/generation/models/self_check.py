@@ -200,7 +200,7 @@ def _paged(
     layers: Sequence[nn.Module] = (),
     given: Sequence[_Run] = (),
 ) -> list[_Run]:
-    """Run the sequences in chunks of different sizes, then token by token. `layers`: the model's, each of which gets
+    """Run the sequences in chunks of different sizes, then token by token. `layers`: the model's; each gets
     its rows of `given`, runs of the same sequences. Raises ValueError where a pass does not call each of them once."""
     config, counts = model.config, [-(-len(ids) // _BLOCK_SIZE) for ids in sequences]
     inputs = [run.joined() for run in given]
