@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from penstock.text.tokenizer_json import read_tokenizer_json
+
+if TYPE_CHECKING:
+    # Routers read this file, and have no numpy.
+    import numpy as np
+    import numpy.typing as npt
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_TOKEN_ID = 1 << 24
@@ -376,6 +378,8 @@ class TokenPrefixes:
         of another one of this table."""
         self._bytes_of = table.bytes_of
         if ids is None:
+            import numpy as np
+
             whole = array("I", (token_id for token_id, data in table.texts() if _is_text(data)))
             ids = _sorted(np.frombuffer(whole, dtype=np.uint32), table)
         # Sorted by their bytes, in 32 bits.
@@ -401,6 +405,8 @@ def _sorted(ids: npt.NDArray[np.uint32], table: TokenBytes) -> array[int]:
 
     The first eight bytes as one number decide nearly everything.
     """
+    import numpy as np
+
     first_bytes = table.first_bytes(ids)
     order = np.argsort(first_bytes, kind="stable")
     result = array("I", ids[order].tobytes())
