@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tarfile
 import time
+import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -22,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from tools.release.environments import FreshEnvironment
+from tools.release.images import ROLES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = os.environ.get("PENSTOCK_RELEASE")
@@ -72,6 +75,19 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "site": ("mkdocs-material", ()),
     "release": ("twine", ()),
 }
+# Role -> flags of its container. Containers find each other by their roles.
+CONTAINERS = {
+    "tokenizer": ("--env=PENSTOCK_PORT=50051",),
+    "generation": ("--env=PENSTOCK_PORT=50052", "--env=PENSTOCK_KV_MEMORY=64MiB"),
+    "router": (
+        "--env=PENSTOCK_PORT=50050",
+        "--env=PENSTOCK_TOKENIZER=tokenizer:50051",
+        "--env=PENSTOCK_BACKEND=generation:50052",
+    ),
+    "gateway": ("--env=PENSTOCK_PORT=8000", "--env=PENSTOCK_ROUTER=router:50050", "--publish=127.0.0.1::8000"),
+}
+# As docker-compose.yml has them: nothing to write to, and no rights of root.
+HARDENED = ("--read-only", "--tmpfs=/tmp", "--tmpfs=/home/penstock", "--cap-drop=ALL")
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +193,34 @@ class Service:
         """End it as an operator does, and return its exit code."""
         self._process.terminate()
         return self._process.wait()
+
+
+def run_docker(*arguments: str) -> str:
+    """Run a command of docker and return its output. Raises CalledProcessError; errors go to the terminal."""
+    return subprocess.run(["docker", *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+@contextmanager
+def running_images(images: Mapping[str, str], network: str) -> Iterator[dict[str, str]]:
+    """Run one container of each image, each once those before it are healthy; yield their ids by role.
+
+    Nothing is left of them, nor of their network. `images`: digests by role.
+    """
+    made: dict[str, str] = {}
+    run_docker("network", "create", network)
+    try:
+        for role, flags in CONTAINERS.items():
+            place = (f"--network={network}", f"--network-alias={role}")
+            made[role] = run_docker("run", "--detach", *HARDENED, *place, *flags, images[role])
+            health = "{{.State.Status}} {{.State.Health.Status}}"
+            while (state := run_docker("inspect", "--format", health, made[role])) != "running healthy":
+                assert state == "running starting", run_docker("logs", made[role])
+                time.sleep(0.2)
+        yield made
+    finally:
+        for container in made.values():
+            run_docker("rm", "--force", "--volumes", container)
+        run_docker("network", "rm", network)
 
 
 def contents(wheel: Path) -> dict[str, int]:
@@ -343,3 +387,32 @@ def test_a_client_of_the_last_release_streams_while_all_behind_the_router_is_res
     finally:
         for service in services:
             service.stop()
+
+
+def test_the_images_are_of_this_release_and_answer_together(artefacts: Path, version: str) -> None:
+    if not (artefacts / "IMAGES").exists():
+        pytest.skip("no images were made")
+    lines = [line.split() for line in (artefacts / "IMAGES").read_text(encoding="utf-8").splitlines()]
+    images = {tag.removeprefix("penstock-").removesuffix(f":{version}"): digest for digest, tag in lines}
+    assert images.keys() == set(ROLES)
+    statement = json.loads((artefacts / "provenance.json").read_text(encoding="utf-8"))
+    commit = statement["predicate"]["runDetails"]["metadata"]["invocationId"]
+    with running_images(images, f"penstock-release-{os.getpid()}") as containers:
+        for role, container in containers.items():
+            labels = json.loads(run_docker("inspect", "--format", "{{json .Config.Labels}}", container))
+            told = [labels[f"org.opencontainers.image.{name}"] for name in ("version", "revision")]
+            assert told == [version, commit]
+            bill = json.loads(run_docker("exec", container, "cat", "/opt/penstock/sbom.cdx.json"))
+            listed = {one["name"]: one["version"] for one in bill["components"]}
+            assert (listed["penstock"], "torch" in listed) == (version, role == "generation")
+        request = urllib.request.Request(
+            f"http://{run_docker('port', containers['gateway'], '8000')}/v1/chat/completions",
+            json.dumps({"messages": [{"role": "user", "content": "What is Penstock?"}]}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert "gRPC" in json.load(answer)["choices"][0]["message"]["content"]
+        # Callers before what they call: a stop drains.
+        for container in reversed(containers.values()):
+            run_docker("stop", "--time", "60", container)
+            assert run_docker("inspect", "--format", "{{.State.ExitCode}}", container) == "0"
