@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
@@ -52,6 +53,7 @@ class BackendPool:
         self._on_failure = on_failure
         self._on_kept = on_kept
         self._targets = config.backend
+        self._wanted = frozenset(self._targets)
         self._targets_changed = Wakeup()
         self._discovery = Discovery(config, resolver, on_change=self._targets_changed.set, spawn=self._spawn)
         self._backends: dict[BackendAddress, Backend] = {}
@@ -85,8 +87,14 @@ class BackendPool:
             self._on_ejection,
         )
         self._models: dict[str, model_pb2.GetModelInfoResponse] = {}
-        # Name of the model that each backend served last.
+        # Of each model, the facts that its ready backends tell.
+        self._told: defaultdict[str, dict[BackendAddress, model_pb2.GetModelInfoResponse]] = defaultdict(dict)
+        # Name of the model that each backend served last, and the number of backends for each of these.
         self._served: dict[BackendAddress, str] = {}
+        # Ready backends, the number of them for each name, and the names that were told their numbers.
+        self._up: set[BackendAddress] = set()
+        self._num_up: Counter[str] = Counter()
+        self._shown: tuple[str, ...] | None = None
 
     def start(self) -> None:
         """Begin to resolve and connect."""
@@ -99,7 +107,7 @@ class BackendPool:
         """
         for target in set(self._targets) - set(targets):
             self._metrics.backends_up.labels(target).set(0)
-        self._targets = targets
+        self._targets, self._wanted = targets, frozenset(targets)
         self._targets_changed.set()
 
     async def close(self) -> None:
@@ -282,6 +290,7 @@ class BackendPool:
             self._leaving.update(dropped)
             self._forget_ready()
             for where in dropped:
+                self._note(where)
                 if self._backends[where].in_flight == 0:
                     self._remove(where)
         return any(where.target not in wanted for where in self._backends)
@@ -294,10 +303,14 @@ class BackendPool:
             known = known_of[target]
             for where in sorted(addresses - known, key=lambda one: one.address):
                 self._add(where)
+            returned = self._leaving & addresses
             self._leaving -= addresses
             self._leaving |= known - addresses
             self._forget_ready()
+            for where in returned:
+                self._note(where)
             for where in known - addresses:
+                self._note(where)
                 if self._backends[where].in_flight == 0:
                     self._remove(where)
 
@@ -308,7 +321,7 @@ class BackendPool:
             self._detokenizer,
             self._metrics,
             tokenizer=self._tokenizer,
-            on_change=self._on_change,
+            on_change=partial(self._on_change, where),
             on_kept=self._note_kept,
             crashes=self.crashes,
             outliers=self.outliers,
@@ -326,12 +339,12 @@ class BackendPool:
     def _remove(self, where: BackendAddress) -> None:
         self._tasks.pop(where).cancel()
         self._num_engines -= not self._backends.pop(where).is_own
-        self._served.pop(where, None)
         self.outliers.forget(where.address)
         self._leaving.discard(where)
         self._forget_ready()
         _log.info("backend gone from its name", backend=where.address, target=where.target)
-        self._on_change()
+        self._on_change(where)
+        self._served.pop(where, None)
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -366,27 +379,51 @@ class BackendPool:
         self._usable_of.clear()
         self._ejected_of.clear()
 
-    def _on_change(self) -> None:
+    def _on_change(self, where: BackendAddress | None = None) -> None:
+        """Take a change: of one backend, or of what is ejected. Its time does not grow with the number of backends."""
         self._forget_ready()
-        ready = self.ready()
-        for backend in ready:
-            info = backend.link.info
-            if info is not None:
-                self._models[info.model] = info
-                self._note_served(backend.where, info.model)
-        self.absences.note(ready, self._backends.values())
-        # Once for all names: each may be a backend's own address.
-        up = Counter(backend.where.target for backend in ready)
-        for target in self._targets:
-            self._metrics.backends_up.labels(target).set(up[target])
+        if where is not None:
+            self._note(where)
         self.wake()
         self._notify()
+
+    def _note(self, where: BackendAddress) -> None:
+        """Note a backend as it is now: whom it serves, who is missed since when, and the number of its name."""
+        backend = self._backends.get(where)
+        info = None if backend is None else backend.link.info
+        is_ready = backend is not None and backend.link.is_ready and where not in self._leaving
+        self._note_told(where, info if is_ready else None)
+        adapters = () if backend is None else backend.adapters.known.names
+        self.absences.note(where, None if info is None else info.model, adapters, is_ready=is_ready)
+        if is_ready != (where in self._up):
+            (self._up.add if is_ready else self._up.remove)(where)
+            self._num_up[where.target] += 1 if is_ready else -1
+        told = (where.target,) if self._shown is self._targets else self._targets
+        self._shown = self._targets
+        for target in told:
+            if target in self._wanted:
+                self._metrics.backends_up.labels(target).set(self._num_up[target])
+
+    def _note_told(self, where: BackendAddress, info: model_pb2.GetModelInfoResponse | None) -> None:
+        """Note the facts that a ready backend tells; None: it tells none now."""
+        before = self._served.get(where)
+        if before is not None and (info is None or info.model != before):
+            told = self._told[before]
+            told.pop(where, None)
+            if told:
+                # Those of the one that became ready last.
+                self._models[before] = next(reversed(told.values()))
+            else:
+                del self._told[before]
+        if info is not None:
+            self._told[info.model][where] = self._models[info.model] = info
+            self._note_served(where, info.model)
 
     def _note_served(self, where: BackendAddress, model: str) -> None:
         """Note a backend's model. The one that it had before is forgotten, unless another backend has it, too."""
         before = self._served.get(where)
         self._served[where] = model
-        if before is not None and before not in self._served.values():
+        if before not in (None, model) and before not in self._served.values():
             self._models.pop(before, None)
 
     def wake(self) -> None:

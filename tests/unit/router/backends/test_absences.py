@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 from penstock.router.backends.absences import Absences
+from penstock.router.backends.discovery import BackendAddress
 
-
-def backend(model: str, *adapters: str) -> Any:
-    known = SimpleNamespace(names=adapters)
-    return SimpleNamespace(
-        link=SimpleNamespace(info=SimpleNamespace(model=model)), adapters=SimpleNamespace(known=known)
-    )
+ONE, TWO, OTHER = (BackendAddress(name, name) for name in ("one", "two", "other"))
 
 
 def test_a_model_is_absent_from_the_loss_of_its_last_backend_to_its_return() -> None:
     now = 5.0
     absences = Absences(lambda: now)
-    one, two, other = backend("m", "mine"), backend("m"), backend("n")
-    everyone = [one, two, other]
-    absences.note(everyone, everyone)
+    absences.note(ONE, "m", ("mine",), is_ready=True)
+    absences.note(TWO, "m", (), is_ready=True)
+    absences.note(OTHER, "n", (), is_ready=True)
     assert absences.since("m", "") is None
-    absences.note([two, other], everyone)
+    absences.note(ONE, "m", ("mine",), is_ready=False)
     assert (absences.since("m", ""), absences.since("m", "mine")) == (None, 5.0)
     now = 6.0
-    absences.note([other], everyone)
+    absences.note(TWO, "m", (), is_ready=False)
     now = 7.0
-    absences.note([other], everyone)
+    for where in (ONE, TWO):
+        absences.note(where, "m", ("mine",) if where is ONE else (), is_ready=False)
     assert (absences.since("m", ""), absences.since("m", "mine")) == (6.0, 5.0)
     assert absences.since("n", "") is None
-    absences.note(everyone, everyone)
+    absences.note(ONE, "m", ("mine",), is_ready=True)
     assert (absences.since("m", ""), absences.since("m", "mine")) == (None, None)
 
 
 def test_what_was_never_there_and_what_is_gone_for_good_is_not_absent() -> None:
     absences = Absences()
-    starting, gone = backend("m"), backend("n", "a")
-    absences.note([gone], [starting, gone])
+    absences.note(ONE, "m", (), is_ready=False)
     assert absences.since("m", "") is None
-    absences.note([], [starting])
+    absences.note(TWO, "n", ("a",), is_ready=True)
+    absences.note(TWO, None, (), is_ready=False)
     assert absences.since("n", "") is None
-    gone.adapters.known.names = ()
-    absences.note([gone], [gone])
+    absences.note(TWO, "n", ("a",), is_ready=True)
+    absences.note(TWO, "n", ("a",), is_ready=False)
+    assert absences.since("n", "a") is not None
+    absences.note(TWO, "n", (), is_ready=False)
     assert absences.since("n", "a") is None
+    assert absences.since("n", "") is not None

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from penstock.router.backends.adapter_list import AdapterList
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.discovery import BackendAddress
 from penstock.router.backends.outliers import Outcome
@@ -91,14 +92,13 @@ async def test_an_ejected_backend_is_used_last_and_probed(monkeypatch: pytest.Mo
     assert pool.to_probe("m") is None
 
 
-async def test_a_change_looks_at_each_backend_once_however_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_looks_at_its_own_backend_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, registry = make_pool(60, monkeypatch)
-    calls = []
-    ready = BackendPool.ready
-    monkeypatch.setattr(BackendPool, "ready", lambda self, *names: calls.append(names) or ready(self, *names))
+    looks: list[AdapterList] = []
+    monkeypatch.setattr(AdapterList, "names", property(lambda self: looks.append(self) or ()))
     for backend in pool.backends[:50]:
         become_ready(backend)
-    assert len(calls) <= 2 * 50
+    assert looks == [backend.adapters.known for backend in pool.backends[:50]]
     up = [registry.get_sample_value("penstock_router_backend_up", {"backend": target}) for target in addresses(60)]
     assert up == [1.0] * 50 + [0.0] * 10
 
@@ -132,3 +132,26 @@ async def test_backends_with_an_adapter_are_looked_for_once_until_a_change(monke
     become_ready(three)
     assert pool.choose_model("", "sql") == ("m", "sql")
     assert pool.choose_model("sql") == ("m", "sql")
+
+
+async def test_the_facts_of_a_model_are_those_of_a_backend_that_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, registry = make_pool(3, monkeypatch)
+    one, two, three = pool.backends
+    become_ready(one)
+    become_ready(two)
+    assert pool.models["m"] is two.link.info
+    two.link.show_lost()
+    assert pool.models["m"] is one.link.info
+    become_ready(three, "other")
+    assert set(pool.models) == {"m", "other"}
+    # A model that its only backend serves no more is forgotten, one that is lost is not.
+    become_ready(three, "third")
+    three.link.show(takes_work=False)
+    become_ready(three, "third")
+    one.link.show_lost()
+    assert (set(pool.models), pool.ready("m")) == ({"m", "third"}, [])
+    pool.follow((three.where.target,))
+    pool._drop((three.where.target,))
+    assert pool.backends == [three]
+    up = {one: registry.get_sample_value("penstock_router_backend_up", {"backend": one}) for one in addresses(3)}
+    assert list(up.values()) == [0.0, 0.0, 1.0]
