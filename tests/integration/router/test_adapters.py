@@ -286,6 +286,25 @@ async def test_loads_at_once_have_a_bound() -> None:
         assert [load.name for load in one.adapter_loads] == ["mine", "other"]
 
 
+async def test_loads_that_begin_together_are_spread_over_idle_backends() -> None:
+    async with (
+        backend(folders=("mine", "other")) as one,
+        backend(folders=("mine", "other")) as two,
+        running_router(one, two, adapter_loading=True) as router,
+    ):
+        one.may_load.clear()
+        two.may_load.clear()
+        waiting = [
+            asyncio.ensure_future(collect(router.stub.Generate(generate(adapter=name)))) for name in ("mine", "other")
+        ]
+        await until(lambda: len(one.adapter_loads) + len(two.adapter_loads) == 2)
+        assert sorted(load.name for each in (one, two) for load in each.adapter_loads) == ["mine", "other"]
+        one.may_load.set()
+        two.may_load.set()
+        await asyncio.gather(*waiting)
+        assert [len(each.submitted) for each in (one, two)] == [1, 1]
+
+
 async def test_a_load_that_takes_too_long_is_no_unknown_adapter() -> None:
     """It may be there a moment later, whatever a backend without the folder says."""
     async with (

@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from operator import attrgetter
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Protocol, TypeVar
 
 import grpc
 
 from penstock.common.errors import DeadlineExceeded, NotFound, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.logging import get_logger
+from penstock.router.backends.load_view import LoadView
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 
 _log = get_logger("penstock.router")
+
+
+class Loader(Protocol):
+    """A backend, as far as its turn to load an adapter depends on it."""
+
+    @property
+    def key(self) -> str:
+        """Key that is unique among backends."""
+
+    @property
+    def load(self) -> LoadView:
+        """Load of it."""
+
+
+LoaderT = TypeVar("LoaderT", bound=Loader)
+
+
+def idlest_first(backends: Iterable[LoaderT], loading: Mapping[str, int]) -> list[LoaderT]:
+    """Return backends in the order in which they are asked to load an adapter.
+
+    `loading` is the number of loads that are under way at each, by key. One counts as a request: of an idle cluster the
+    first backend would get the adapters of all requests that come while it loads.
+    """
+    return sorted(backends, key=lambda one: one.load.requests + loading.get(one.key, 0))
 
 
 class AdapterLoading:
@@ -26,6 +53,8 @@ class AdapterLoading:
         self._metrics = metrics
         # Model and adapter -> the load that is under way, which all requests for it wait for.
         self._loads: dict[tuple[str, str], asyncio.Task[PenstockError | None]] = {}
+        # Key of a backend -> loads of ours that are under way there.
+        self._loading: Counter[str] = Counter()
 
     async def close(self) -> None:
         """End the loads that are under way."""
@@ -86,7 +115,8 @@ class AdapterLoading:
         until = time.monotonic() + self._config.adapter_load_seconds
         path = self._pool.adapter_path(model, adapter)
         failure: PenstockError | None = None
-        for backend in sorted(self._pool.usable(model), key=attrgetter("load.requests"))[: self._config.max_attempts]:
+        for backend in idlest_first(self._pool.usable(model), self._loading)[: self._config.max_attempts]:
+            self._loading[backend.key] += 1
             try:
                 await backend.adapters.load(adapter, path, max(until - time.monotonic(), 0.001))
             except PenstockError as error:
@@ -98,6 +128,10 @@ class AdapterLoading:
                 _log.info("backend loaded an adapter", backend=backend.key)
                 self._metrics.adapter_loads("ok").inc()
                 return None
+            finally:
+                self._loading[backend.key] -= 1
+                if not self._loading[backend.key]:
+                    del self._loading[backend.key]
         return self._public(failure, model, adapter)
 
     def _public(self, failure: PenstockError | None, model: str, adapter: str) -> PenstockError:
