@@ -26,7 +26,10 @@ def test_rows_are_the_same_in_every_run_and_are_drawn(tmp_path: Path) -> None:
     assert [(row["routers"], row["load"], row["told"]) for row in first["routers"]] == [
         (routers, load, told) for load in (0.8, 1.3) for told in (False, True) for routers in (1, 3)
     ]
-    for part in ("backends", "routers"):
+    assert [(row["routers"], row["adapters"]) for row in first["adapters"]] == [(1, 100), (3, 100)]
+    # One router knows its own loads; others hear of them later.
+    assert [row["needless_loads"] > 0 for row in first["adapters"]] == [False, True]
+    for part in ("backends", "routers", "adapters"):
         for one, other in zip(first[part], second[part], strict=True):
             assert {**one, "choice_us": 0} == {**other, "choice_us": 0}
     assert "<svg" in (tmp_path / "curves.svg").read_text()
