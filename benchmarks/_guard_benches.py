@@ -54,6 +54,9 @@ class Bench:
     needs_kernels: bool = False
     # Seconds that no cell of this tree may take, whatever the base does.
     most_seconds: float = math.inf
+    # True: both trees' services are measured by this tree's script, which is told the tree by --tree. The base may be
+    # older than the script.
+    is_ours: bool = False
 
     def starts_with_base(self, number: int, turn: int) -> bool:
         """True when the base goes first in this turn of this round: in each cell the trees take it in turns (ABBA)."""
@@ -190,6 +193,36 @@ def wire_times(result: Mapping[str, Any]) -> Times:
     return times
 
 
+def gateway(tokens: int, requests: int, effort: Effort) -> Bench:
+    """Requests one after the other at a gateway before a router; a turn is a round of one kind of request."""
+
+    def flags(setting: Setting, cycles: int, out: Path) -> list[str]:
+        every = ["--tokens", str(tokens), "--round-tokens", str(tokens * requests)]
+        return [*every, "--cycles", str(cycles), "--out", str(out)]
+
+    return Bench(
+        f"gateway {tokens}",
+        "gateway_requests",
+        effort,
+        flags,
+        re.compile(r"^\| (?:chat|completion) "),
+        gateway_request_times,
+        period=4,
+        turns=4 * effort.cycles,
+        is_ours=True,
+    )
+
+
+def gateway_request_times(result: Mapping[str, Any]) -> Times:
+    """Processor time of gateway and router for a request, and their calls."""
+    times: Times = {}
+    for row in result["rows"]:
+        for part, spent in row["cpu_us"].items():
+            times.setdefault(f"{part}, {row['cell']}, CPU", []).append(spent)
+            times.setdefault(f"{part}, {row['cell']}, calls", []).append(row["calls"][part])
+    return times
+
+
 # The bound on the work of a tokenizer's start, behind transformers' own reading.
 TOKENIZER_SECONDS = 2.0
 
@@ -222,7 +255,7 @@ MODES = ("quick", "full")
 # More rounds of noisy cells are begun in quick mode only where they will end by then.
 QUICK_SECONDS = 340.0
 # Benchmarks by their first word, for --only.
-NAMES = ("decode_steps", "W1", "W5", "engine_overhead", "wire", "starts")
+NAMES = ("decode_steps", "W1", "W5", "engine_overhead", "wire", "gateway", "starts")
 
 
 def benches(mode: str) -> list[Bench]:
@@ -237,6 +270,7 @@ def benches(mode: str) -> list[Bench]:
             decode_steps([1, 8, 32], 6, Effort(2, 2, 3)),
             wire(few, tokens, Effort(2, 1, 2)),
             wire(many, 80_000, Effort(3, 1, 2)),
+            gateway(16, 100, Effort(3, 1, 3)),
             workloads(["W1", "W2"], Effort(2, 1, 2)),
             workloads(["W5"], Effort(1, 1, 2)),
         ]
@@ -246,6 +280,8 @@ def benches(mode: str) -> list[Bench]:
         decode_steps([1, 8, 32], 10, Effort(3, 5, 10)),
         wire(few, tokens, Effort(2, 5, 10)),
         wire(many, 80_000, Effort(3, 5, 10)),
+        gateway(16, 200, Effort(3, 5, 10)),
+        gateway(128, 40, Effort(3, 5, 10)),
         workloads(["W1", "W2"], Effort(2, 5, 10)),
         workloads(["W5"], Effort(1, 5, 10)),
     ]

@@ -18,6 +18,8 @@ from benchmarks._guard_ratios import Cell, ratios
 from benchmarks._guard_trees import Tree
 from benchmarks._guard_turns import HeldProcess, TurnFailed
 
+_ROOT = Path(__file__).resolve().parents[1]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -110,8 +112,12 @@ class Guard:
             files = [Path(folder) / f"{tree.name}.json" for tree in self._trees]
             processes = []
             for tree, file in zip(self._trees, files, strict=True):
-                command = tree.script(bench.script, *bench.flags(self._setting, bench.effort.cycles, file))
-                processes.append(HeldProcess(command, tree.environment(), tree.folder, bench.turn_ends))
+                flags = bench.flags(self._setting, bench.effort.cycles, file)
+                runner = tree
+                if bench.is_ours:
+                    runner, flags = Tree("ours", _ROOT, ""), [*flags, "--tree", str(tree.folder)]
+                command = runner.script(bench.script, *flags)
+                processes.append(HeldProcess(command, runner.environment(), runner.folder, bench.turn_ends))
                 exits.callback(processes[-1].stop)
             for turn in range(bench.turns):
                 order = (0, 1) if bench.starts_with_base(number, turn) else (1, 0)

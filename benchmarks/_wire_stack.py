@@ -97,7 +97,7 @@ def _is_plain(text: str) -> bool:
     return len(text) == _TOKEN_CHARS and text.isascii() and text.isprintable() and not set(text) & set('"\\')
 
 
-def _wait_ready(gateway: stack.Process) -> None:
+def wait_ready(gateway: stack.Process) -> None:
     """Return when its router is ready. Raises SystemExit with its output if it does not come to that."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and gateway.popen.poll() is None:
@@ -192,7 +192,7 @@ class Processes:
             gateway = stack.start("gateway", "--router", side.address, *given, environment=where)
             self._exits.callback(gateway.log.unlink, missing_ok=True)
             self._exits.callback(gateway.kill)
-            _wait_ready(gateway)
+            wait_ready(gateway)
             sides[mode] = Side(gateway.address, "sse1", {"gateway": gateway.popen.pid, **side.pids})
         return Variant(name, sides)
 

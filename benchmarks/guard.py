@@ -1,4 +1,4 @@
-"""The guard against slowdowns: this tree and a commit, in turns, on W1, W2, W5, decode steps, engine and wire.
+"""The guard against slowdowns: this tree and a commit, in turns: W1, W2, W5, decode steps, engine, wire and gateway.
 
     python -m benchmarks guard HEAD~1
     python -m benchmarks guard main --mode full --out guard.json
@@ -6,11 +6,11 @@
     python -m benchmarks guard main --plant 5 --only decode_steps
 
 The commit is checked out into the cache folder, with its own benchmarks and C++ kernels built of its own sources, and
-removed at the end. Each tree runs its own scripts; both are started, and one is held while the other has its turn. A
-round is a fresh process of each tree, the order changes with every turn (ABBA). A ratio is the tree's time over the
-base's in neighbouring turns: 1.02 is 2 % slower. A cell is slower when the median of its ratios is beyond --bound; the
-exit status is then 1. It is noisy when more pairs could move that median by more than the bound. Noisy cells get more
-rounds, in quick mode as far as its six minutes last.
+removed at the end. Each tree runs its own scripts, but for the gateway's; both are started, and one is held while the
+other has its turn. A round is a fresh process of each tree, the order changes with every turn (ABBA). A ratio is the
+tree's time over the base's in neighbouring turns: 1.02 is 2 % slower. A cell is slower when the median of its ratios is
+beyond --bound; the exit status is then 1. It is noisy when more pairs could move that median by more than the bound.
+Noisy cells get more rounds, in quick mode as far as its six minutes last.
 
 `--self` compares the base with itself: all differences are noise then. `--plant 5` compares it with a copy of itself in
 which every model step takes 5 % longer: a guard that works says slower.
@@ -134,7 +134,9 @@ def prepare(options: argparse.Namespace, base: Tree, tree: Tree, progress: Progr
     chosen = [bench for bench in benches(options.mode) if bench.name.split()[0] in options.only]
     left_out = {} if obstacle is None else {one.name: "needs C++ kernels" for one in chosen if one.needs_kernels}
     for bench in chosen:
-        if not all((one.folder / "benchmarks" / f"{bench.script}.py").is_file() for one in (base, tree)):
+        if not bench.is_ours and not all(
+            (one.folder / "benchmarks" / f"{bench.script}.py").is_file() for one in (base, tree)
+        ):
             left_out[bench.name] = f"the base has no {bench.script}.py"
     chosen = [bench for bench in chosen if bench.name not in left_out]
     seconds = QUICK_SECONDS if options.mode == "quick" else math.inf

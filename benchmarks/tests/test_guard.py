@@ -23,6 +23,7 @@ from benchmarks._guard_benches import (
     benches,
     decode_step_times,
     engine_overhead_times,
+    gateway_request_times,
     start_times,
     wire_times,
     workload_times,
@@ -219,6 +220,23 @@ def wire_row(mode: str, streams: int, tokens_per_second: float, failed: int = 0)
         "cpu_us_per_token": spent,
         "rss_mb": {"router": 1.0},
     }
+
+
+def test_requests_of_the_gateway_are_read_by_part() -> None:
+    row = {"cell": "chat whole 16", "cpu_us": {"gateway": 800.0, "router": 900.0}, "calls": {"gateway": 1, "router": 2}}
+    assert gateway_request_times({"rows": [row, row]}) == {
+        "gateway, chat whole 16, CPU": [800.0, 800.0],
+        "gateway, chat whole 16, calls": [1, 1],
+        "router, chat whole 16, CPU": [900.0, 900.0],
+        "router, chat whole 16, calls": [2, 2],
+    }
+
+
+def test_a_turn_of_the_gateway_s_requests_ends_with_its_row() -> None:
+    bench = chosen("gateway")
+    lines = ["| request | gateway µs |", "| --- | --- |", "| chat whole 16 | 812 |", "| completion streamed 16 | 9 |"]
+    assert [bool(bench.turn_ends.search(line)) for line in lines] == [False, False, True, True]
+    assert (bench.turns, bench.is_ours) == (12, True)
 
 
 def test_wire_is_read_by_load_and_streams_with_its_processor_time() -> None:
