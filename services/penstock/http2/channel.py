@@ -82,12 +82,13 @@ class Answers(Generic[AnswerT]):
 
     def __init__(
         self,
+        begin_now: Callable[[], AnswerStream | None],
         begin: Callable[[], Awaitable[AnswerStream]],
         parse: Callable[[bytes], AnswerT],
         deadline: float | None,
     ) -> None:
-        """Make it. `deadline` is a time of the event loop."""
-        self._begin = begin
+        """Make it. `begin_now` begins the call unless it would have to wait. `deadline` is a time of the event loop."""
+        self._begin_now, self._begin = begin_now, begin
         self._parse = parse
         self._deadline = deadline
         self._stream: AnswerStream | None = None
@@ -142,11 +143,14 @@ class Answers(Generic[AnswerT]):
             self._stream.cancel()
 
     async def _open(self) -> AnswerStream:
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                self._stream = stream = await self._begin()
-        except TimeoutError:
-            raise late() from None
+        stream = self._begin_now()
+        if stream is None:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    stream = await self._begin()
+            except TimeoutError:
+                raise late() from None
+        self._stream = stream
         if self._is_cancelled:
             stream.cancel()
         return stream
@@ -237,11 +241,17 @@ class Http2Channel:
                 deadline = asyncio.get_running_loop().time() + timeout
                 added = (("grpc-timeout", frames.timeout(max(0.0, timeout))), *added)
 
+            def begin_now() -> AnswerStream | None:
+                connection = self._connection
+                if connection is None or not connection.has_room:
+                    return None
+                return connection.begin(self._peer.head(method, added), data, deadline)
+
             async def begin() -> AnswerStream:
                 connection = await self._connected()
                 return await connection.stream(self._peer.head(method, added), data, deadline)
 
-            return Answers(begin, response_deserializer, deadline)
+            return Answers(begin_now, begin, response_deserializer, deadline)
 
         return call
 

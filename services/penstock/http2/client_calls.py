@@ -286,7 +286,18 @@ class CallsConnection(ClientConnection):
 
         At `deadline`, a time of the event loop, the call ends with DEADLINE_EXCEEDED.
         """
-        stream = await self._next()
+        return self._open_stream(await self._next(), head, request, deadline)
+
+    @property
+    def has_room(self) -> bool:
+        """True while a new call need not wait for its turn."""
+        return len(self._calls) < self._max_calls and self.is_usable
+
+    def begin(self, head: bytes, request: bytes, deadline: float | None = None) -> AnswerStream:
+        """Do what `stream` does at once. For a connection that has room."""
+        return self._open_stream(self._take_number(), head, request, deadline)
+
+    def _open_stream(self, stream: int, head: bytes, request: bytes, deadline: float | None) -> AnswerStream:
         call = AnswerStream(self, stream, self._initial_window, self._stream_window // 2, deadline)
         self._begin(stream, call, head, request)
         return call
@@ -319,6 +330,9 @@ class CallsConnection(ClientConnection):
             await self._take_turn()
         if not self.is_usable:
             raise self._error
+        return self._take_number()
+
+    def _take_number(self) -> int:
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         return stream
 

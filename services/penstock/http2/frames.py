@@ -38,6 +38,9 @@ _STATUS_200 = b"\x88"
 # Literals without indexing; 31 is content-type in the static table.
 _CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
 RESPONSE_HEADERS = _STATUS_200 + _CONTENT_TYPE
+# Lengths that one byte encodes, and the first that takes more.
+_LONG = 127
+_LENGTHS = tuple(bytes((size,)) for size in range(_LONG))
 _MESSAGE_SAFE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 # Most bytes of grpc-message: a longer one is cut, since clients limit the size of headers.
 _MAX_MESSAGE_BYTES = 2048
@@ -139,6 +142,8 @@ def settings(values: Iterable[tuple[int, int]]) -> bytes:
 
 def header_frames(stream: int, block: bytes, *, end: bool, limit: int) -> bytes:
     """Make a HEADERS frame, followed by CONTINUATION frames when the block is larger than `limit` bytes."""
+    if 0 < len(block) <= limit:
+        return frame(HEADERS, END_HEADERS | END_STREAM if end else END_HEADERS, stream, block)
     parts = [block[at : at + limit] for at in range(0, len(block), limit)]
     out = []
     for place, part in enumerate(parts):
@@ -149,7 +154,7 @@ def header_frames(stream: int, block: bytes, *, end: bool, limit: int) -> bytes:
 
 def trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
     """Make the header block that ends a call."""
-    fields = [_literal("grpc-status", str(code).encode())]
+    fields = [_WELL if code == 0 else _literal("grpc-status", str(code).encode())]
     if message:
         # Cut by bytes, since an escaped character may take twelve of them, but between characters.
         short = message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
@@ -170,17 +175,24 @@ def _field(name: str, value: str | bytes) -> bytes:
 
 def _literal(name: str, value: bytes) -> bytes:
     raw = name.encode()
-    return b"\x00" + _length(len(raw)) + raw + _length(len(value)) + value
+    size, more = len(raw), len(value)
+    if size < _LONG and more < _LONG:
+        return b"\x00" + _LENGTHS[size] + raw + _LENGTHS[more] + value
+    return b"\x00" + _length(size) + raw + _length(more) + value
 
 
 def _length(value: int) -> bytes:
     """Encode an integer with a prefix of 7 bits (RFC 7541, 5.1)."""
-    if value < 127:
-        return bytes((value,))
-    value -= 127
-    out = bytearray((127,))
+    if value < _LONG:
+        return _LENGTHS[value]
+    value -= _LONG
+    out = bytearray((_LONG,))
     while value > 127:
         out.append(value & 127 | 128)
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+# Field of a call that ended well.
+_WELL = _literal("grpc-status", b"0")

@@ -79,8 +79,10 @@ def check_request(fields: Headers) -> None:
     if path[:1] != "/":
         raise OddPathError("a path begins with a slash")
     authority = pseudo.get(":authority")
-    if authority is not None and any(name == "host" and value != authority for name, value in fields):
-        raise OddFieldError("host and :authority differ")
+    if authority is not None:
+        for name, value in fields:
+            if name == "host" and value != authority:
+                raise OddFieldError("host and :authority differ")
 
 
 def check_trailers(fields: Headers) -> None:

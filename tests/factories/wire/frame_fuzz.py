@@ -282,7 +282,7 @@ def _admit(name: str, metadata: Any) -> bool:
 
 
 async def _read_all(calls: CallsConnection, head: bytes) -> None:
-    answers = Answers(lambda: calls.stream(head, b"ask"), bytes, None)
+    answers = Answers(lambda: None, lambda: calls.stream(head, b"ask"), bytes, None)
     while await answers.read_all():
         pass
 

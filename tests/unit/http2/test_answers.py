@@ -33,7 +33,7 @@ class Peer:
         async def begin() -> AnswerStream:
             return await self.connection.stream(b"", b"ask", deadline)
 
-        return Answers(begin, bytes, deadline)
+        return Answers(lambda: None, begin, bytes, deadline)
 
     def send(self, *parts: bytes) -> None:
         """Answer with frames, which arrive together."""
