@@ -15,7 +15,16 @@ from penstock_client._config_values import CONSTRAINTS, has_runs, set_constraint
 from penstock_client._option_table import CONFIG, OUTPUT, STOP, OptionKeywords
 from penstock_client._structs import Structs
 from penstock_client._tensors import set_rows
-from penstock_client._wrong_values import WrongType, expected, found, naming, naming_prompt, unknown
+from penstock_client._wrong_values import (
+    MISFITS,
+    WrongType,
+    expected,
+    found,
+    naming,
+    naming_prompt,
+    raise_naming,
+    unknown,
+)
 
 
 class GenerationOptions(OptionKeywords, total=False):
@@ -76,6 +85,8 @@ _REQUEST = {"model", "adapter", "request_id", "session_id", "priority", "cache_s
 # Options of one kind of prompt only.
 _COMPLETION = {"add_special_tokens", "parse_special_tokens", "suffix", "inputs_embeds", "inputs_embeds_before_ids"}
 _CHAT = {"add_generation_prompt", "continue_final_message"}
+_OF_ONE_KIND = _COMPLETION | _CHAT
+_CONSTRAINTS = frozenset(CONSTRAINTS)
 
 # Approximate number of frames between a warning and the user's call.
 _CALLER = 4
@@ -96,7 +107,7 @@ def _apply(request: TextRequest, options: Mapping[str, Any]) -> None:
     if options.get("config") is not None:
         with naming("config", expected(request, "config"), options["config"]):
             request.config.CopyFrom(options["config"])
-    if any(options.get(name) is not None for name in CONSTRAINTS):
+    if not _CONSTRAINTS.isdisjoint(options):
         set_constraint(request.constraint, options)
     for name, value in options.items():
         if value is None or name == "config" or name in CONSTRAINTS:
@@ -104,8 +115,11 @@ def _apply(request: TextRequest, options: Mapping[str, Any]) -> None:
         if name in WITHOUT_EFFECT:
             warnings.warn(no_effect(name), stacklevel=_CALLER)
             continue
-        with naming(name, partial(_expected, request, name), value):
+        try:
             _set(request, name, value)
+        except MISFITS as error:
+            # Without a block of `naming`: every request has some options.
+            raise_naming(error, name, partial(_expected, request, name), value)
 
 
 def _expected(request: TextRequest, name: str) -> str:
@@ -128,12 +142,12 @@ def _set(request: TextRequest, name: str, value: Any) -> None:
         set_option(request.stop, name, STOP[name], value)
     elif name in OUTPUT:
         set_option(request.output, name, OUTPUT[name], value)
-    elif name in _REQUEST or (name in _COMPLETION | _CHAT and name in request.DESCRIPTOR.fields_by_name):
+    elif name in _REQUEST or (name in _OF_ONE_KIND and name in request.DESCRIPTOR.fields_by_name):
         if name == "inputs_embeds":
             set_rows(getattr(request, name), value)
         else:
             setattr(request, name, value)
-    elif name in _COMPLETION | _CHAT:
+    elif name in _OF_ONE_KIND:
         raise WrongType(f"is for {'a text or ids' if name in _COMPLETION else 'a conversation'} only")
     elif name in REFUSED:
         raise WrongType(REFUSED[name])
@@ -153,7 +167,8 @@ def text_request(prompt: Prompt, options: Mapping[str, Any]) -> TextRequest:
     asked = {name: value for name, value in options.items() if name not in _WITH_CONVERSATION}
     beside = {name: options[name] for name in _WITH_CONVERSATION if options.get(name) is not None}
     if is_conversation(prompt):
-        tools, documents, variables = (beside.get(name) for name in ("tools", "documents", "chat_template_kwargs"))
+        tools, documents = beside.get("tools"), beside.get("documents")
+        variables = beside.get("chat_template_kwargs")
         request = chat_request(prompt, tools or (), documents or (), variables, asked)  # type: ignore[arg-type]
         set_tool_choice(request, beside.get("tool_choice"), beside.get("parallel_tool_calls"))
         return request

@@ -34,7 +34,15 @@ class Usage:
     @staticmethod
     def of(proto: common_pb2.Usage) -> Usage:
         """Make it from the message."""
-        return Usage(**{name: getattr(proto, name) for name in _own_fields(Usage)}, proto=proto)
+        return Usage(
+            proto.prompt_tokens,
+            proto.completion_tokens,
+            proto.cached_tokens,
+            proto.reasoning_tokens,
+            proto.accepted_draft_tokens,
+            proto.rejected_draft_tokens,
+            proto,
+        )
 
     @property
     def total_tokens(self) -> int:

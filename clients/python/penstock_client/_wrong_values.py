@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 
 class WrongType(TypeError):
@@ -16,6 +16,8 @@ class WrongValue(ValueError):
     """A value is not allowed; the text is the client's own."""
 
 
+# Errors about a value that a message cannot hold.
+MISFITS = (TypeError, ValueError, AttributeError, OverflowError, KeyError, IndexError, RecursionError)
 _IDS = "whole numbers from 0 to 4294967295"
 # Form of the option table -> the values that it takes.
 _FORMS: Mapping[str, str] = {
@@ -100,12 +102,17 @@ def naming(name: str, wanted: str | Callable[[], str] = "another value", value: 
     """Put the option's name into the error about its value, and the values that it takes in place of foreign texts."""
     try:
         yield
-    except (WrongType, WrongValue) as error:
+    except MISFITS as error:
+        raise_naming(error, name, wanted, value)
+
+
+def raise_naming(error: Exception, name: str, wanted: str | Callable[[], str], value: Any) -> NoReturn:
+    """Raise the error of `naming` for one of MISFITS."""
+    if isinstance(error, WrongType | WrongValue):
         raise type(error)(f"option {name!r}: {error}") from error
-    except (TypeError, ValueError, AttributeError, OverflowError, KeyError, IndexError, RecursionError) as error:
-        kind = WrongType if isinstance(error, TypeError | AttributeError) else WrongValue
-        text = wanted if isinstance(wanted, str) else wanted()
-        raise kind(f"option {name!r}: must be {text}, found {found(value)}") from None
+    kind = WrongType if isinstance(error, TypeError | AttributeError) else WrongValue
+    text = wanted if isinstance(wanted, str) else wanted()
+    raise kind(f"option {name!r}: must be {text}, found {found(value)}") from None
 
 
 @contextmanager
