@@ -5,7 +5,9 @@ Each process has a CollectorRegistry of its own; no metric is registered globall
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from penstock.common.plain_metrics import PlainCounter, PlainHistogram
 
 # Seconds. From a loopback hop (0.1 ms) to a long generation (10 minutes).
 LATENCY_BUCKETS = (
@@ -23,11 +25,11 @@ class GrpcServerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("grpc_type", "grpc_service", "grpc_method")
-        self.started = Counter("grpc_server_started_total", "Calls begun.", labels, registry=registry)
-        self.handled = Counter(
+        self.started = PlainCounter("grpc_server_started_total", "Calls begun.", labels, registry=registry)
+        self.handled = PlainCounter(
             "grpc_server_handled_total", "Calls ended, by status.", (*labels, "grpc_code"), registry=registry
         )
-        self.handling = Histogram(
+        self.handling = PlainHistogram(
             "grpc_server_handling_seconds",
             "Time from start to end.",
             labels,

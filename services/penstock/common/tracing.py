@@ -13,7 +13,7 @@ import asyncio
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -135,14 +135,21 @@ current_span: ContextVar[Span | None] = ContextVar("penstock_span", default=None
 current_tracer: ContextVar[Tracer | None] = ContextVar("penstock_tracer", default=None)
 
 
-@contextmanager
-def stage(name: str, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None) -> Iterator[Span | None]:
+def stage(
+    name: str, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None
+) -> AbstractContextManager[Span | None]:
     """Make the block a child of the current span, and calls in the block children of that. Does nothing without a kept
     trace."""
     outer = current_span.get()
-    if outer is None or not outer.context.is_sampled:
-        yield None
-        return
+    return _stage_of(outer, name, kind, attributes) if outer is not None and outer.context.is_sampled else _NO_STAGE
+
+
+# One for all blocks without a trace: it holds nothing.
+_NO_STAGE = nullcontext[Span | None](None)
+
+
+@contextmanager
+def _stage_of(outer: Span, name: str, kind: SpanKind, attributes: Attributes | None) -> Iterator[Span]:
     span = outer.start(name, kind, attributes)
     token = current_span.set(span)
     try:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS
+from penstock.common.plain_metrics import PlainCounter, PlainHistogram
 from penstock.v1 import common_pb2, generation_pb2
 
 PREFIX = "penstock_router_"
@@ -25,7 +26,7 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, help, labels, registry=registry)
+            return PlainCounter(PREFIX + name, help, labels, registry=registry)
 
         def counters(name: str, help: str, *labels: str) -> Callable[..., Counter]:
             # Keyed by label values: looking up a counter takes three times as long as counting.
@@ -39,7 +40,7 @@ class RouterMetrics:
 
         def times(name: str, help: str, *labels: str) -> Callable[..., Histogram]:
             # Observed once for a request: see StepHistogram for what is observed for a token.
-            found = Histogram(PREFIX + name, help, labels, registry=registry, buckets=LATENCY_BUCKETS)
+            found = PlainHistogram(PREFIX + name, help, labels, registry=registry, buckets=LATENCY_BUCKETS)
             return cache(found.labels)
 
         def histogram(name: str, help: str, buckets: Sequence[float]) -> StepHistogram:

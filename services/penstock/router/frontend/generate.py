@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -41,6 +41,8 @@ from penstock.router.tokenizer.pipeline import Prompt
 from penstock.serving.transport import ServerCall
 from penstock.v1 import model_pb2, text_pb2
 
+# Block of a caller without a key.
+_NOTHING = contextlib.nullcontext()
 _log = get_logger("penstock.router")
 
 
@@ -122,23 +124,21 @@ class _StreamedCall:
         served_as = serving_tenant(tenant, metadata)
         demand = convert.to_demand(self._request, fair_share_key(served_as), self._info())
         # A stack: everything held is given back even if one release fails.
-        with contextlib.ExitStack() as held:
-            if account is not None:
-                held.enter_context(account)
+        with _NOTHING if account is None else account, _Held() as held:
             live = parts.metrics.model_live(self.model or UNKNOWN_MODEL)
             live.inc()
-            held.callback(live.dec)
+            held.add(live.dec)
             coming = _HeldPlace(parts.forecast.expect(self.model, demand, self._left()))
-            held.callback(coming.give_back)
+            held.add(coming.give_back)
             with stage("admission"):
                 await parts.admission.enter(served_as, self._left(), parts.forecast.tokens(self.model, demand))
             place = _HeldPlace(partial(parts.admission.leave, served_as))
-            held.callback(place.give_back)
+            held.add(place.give_back)
             await parts.attempts.returns.end(self.model, self._adapter, self._left())
             if self._adapter:
                 await parts.attempts.adapters.require(self.model, self._adapter, self._left())
             room = _HeldPlace(parts.attempts.prepare(self.model, self._adapter))
-            held.callback(room.give_back)
+            held.add(room.give_back)
             self._timings.route = time.monotonic() - self._timings.received_at
             with stage("tokenize", SpanKind.CLIENT):
                 prompt = await self._prompt()
@@ -324,6 +324,31 @@ async def _abort(context: ServerCall, error: PenstockError) -> None:
     # InternalError: the connection is gone, so there is no call to end.
     with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
         await context.abort(error.code, error.message, trailing_metadata(error))
+
+
+class _Held:
+    """Everything that a call holds, given back at the end of the block, the last first: of ExitStack what a request
+    needs."""
+
+    __slots__ = ("_give_back",)
+
+    def __init__(self) -> None:
+        self._give_back: list[Callable[[], None]] = []
+
+    def add(self, give_back: Callable[[], None]) -> None:
+        """Call `give_back` at the end."""
+        self._give_back.append(give_back)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._give_back:
+            try:
+                self._give_back.pop()()
+            except BaseException:
+                self.__exit__()
+                raise
 
 
 class _HeldPlace:
