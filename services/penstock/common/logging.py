@@ -6,12 +6,14 @@ The number of lines of one kind is limited (log_limits.py).
 
 from __future__ import annotations
 
+import json
 import logging as stdlib
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -74,7 +76,9 @@ def configure_logging(
         return event
 
     last: Processor = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        if console
+        else structlog.processors.JSONRenderer(_as_json)
     )
     structlog.configure(
         processors=[
@@ -109,6 +113,16 @@ def configure_logging(
 
     # Not to stderr, where they would mix with the lines of a start.
     warnings.showwarning = log_warning
+
+
+@cache
+def _encoder(default: Callable[[Any], Any]) -> json.JSONEncoder:
+    """Make the encoder of all lines: json.dumps makes one for each."""
+    return json.JSONEncoder(default=default)
+
+
+def _as_json(event: EventDict, default: Callable[[Any], Any]) -> str:
+    return _encoder(default).encode(event)
 
 
 def line_limit(bounds: LineBounds) -> LineLimit:

@@ -20,6 +20,8 @@ _REASONS: Mapping[str, str] = {
     "ABORTED": "length",
     "TOOL_CALLS": "tool_calls",
 }
+# Fields of the message with the seconds of each stage.
+_STAGES = tuple(name for name in Timings.__dataclass_fields__ if name != "proto")
 DONE = b"data: [DONE]\n\n"
 # json.dumps makes an encoder for each call with anything but its defaults.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -103,31 +105,34 @@ class AnswerHead:
 
 def usage_of(usages: Iterable[Usage], *, no_output: bool = False) -> dict[str, Any]:
     """OpenAI's usage of several requests together. `no_output`: the generated tokens are not part of the answer."""
-    usages = list(usages)
-
-    def total(name: str) -> int:
-        return sum(getattr(usage, name) for usage in usages)
-
-    prompt, completion = total("prompt_tokens"), 0 if no_output else total("completion_tokens")
+    prompt = completion = cached = reasoning = accepted = rejected = 0
+    for usage in usages:
+        prompt += usage.prompt_tokens
+        completion += usage.completion_tokens
+        cached += usage.cached_tokens
+        reasoning += usage.reasoning_tokens
+        accepted += usage.accepted_draft_tokens
+        rejected += usage.rejected_draft_tokens
+    if no_output:
+        completion = 0
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": total("cached_tokens")},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
-            "reasoning_tokens": total("reasoning_tokens"),
-            "accepted_prediction_tokens": total("accepted_draft_tokens"),
-            "rejected_prediction_tokens": total("rejected_draft_tokens"),
+            "reasoning_tokens": reasoning,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
         },
     }
 
 
 def extras(started: Any, finished: Any) -> dict[str, Any]:
     """Penstock's own part of an answer: the seconds of every stage, the seed, and warnings."""
-    timings = Timings.of(finished.timings)
-    shown = {name: getattr(timings, name) for name in Timings.__dataclass_fields__ if name != "proto"}
+    timings = finished.timings
     return {
-        "timings": {name: round(seconds, 6) for name, seconds in shown.items() if seconds is not None},
+        "timings": {name: round(getattr(timings, name), 6) for name in _STAGES if timings.HasField(name)},
         "seed": started.seed,
         "warnings": [*started.warnings, *noted_fields()],
     }

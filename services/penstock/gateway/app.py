@@ -38,6 +38,7 @@ from penstock.gateway.conversations import (
 )
 from penstock.gateway.endpoint import Door, Endpoint, Handler, shown_authorization
 from penstock.gateway.file_routes import create_file, delete_file, get_file, get_file_content, list_files
+from penstock.gateway.fixed_paths import AsgiApp, FixedPaths
 from penstock.gateway.http_errors import (
     ANTHROPIC_ERRORS,
     OPENAI_ERRORS,
@@ -56,6 +57,7 @@ from penstock.gateway.openapi import Routes
 from penstock.gateway.places import BodyBytes, Places
 from penstock.gateway.plain_pages import PlainPages
 from penstock.gateway.request_head import TrustedHosts
+from penstock.gateway.request_log import request_log
 from penstock.gateway.responses import (
     cancel_response,
     compact_response,
@@ -303,7 +305,7 @@ class GatewayApp(OwnServer):
             return self._probe_turns
         return self._known_turns if self._callers.is_known(shown_authorization(dict(scope["headers"]))) else None
 
-    def _application(self) -> Starlette:
+    def _application(self) -> AsgiApp:
         door = Door(
             config=self._config,
             callers=self._callers,
@@ -313,10 +315,13 @@ class GatewayApp(OwnServer):
             body_bounds=self._config.body_bounds,
             parsing=asyncio.Semaphore(1),
             metrics=self._metrics,
+            log=request_log(),
             kept=self._kept,
             background=self._background,
             jobs=self._jobs,
         )
+
+        fixed: dict[tuple[str, str], AsgiApp] = {}
 
         def route(path: str, handler: Handler, method: str) -> Route:
             endpoint = Endpoint(
@@ -332,6 +337,8 @@ class GatewayApp(OwnServer):
                 makes_jobs=path.startswith(_JOBS),
                 errors=_ERRORS.get(path, OPENAI_ERRORS),
             )
+            if "{" not in path:
+                fixed[method, path] = endpoint
             return Route(path, endpoint, methods=[method])
 
         token_file = self._config.metrics_token_file
@@ -351,7 +358,7 @@ class GatewayApp(OwnServer):
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-penstock-ignored-fields", "retry-after"],
         )
-        return Starlette(
+        routed = Starlette(
             routes=[
                 *(route(path, handler, "POST") for path, handler in _POST.items()),
                 *(route(path, handler, "GET") for path, handler in _GET.items()),
@@ -362,3 +369,5 @@ class GatewayApp(OwnServer):
             middleware=[browsers] if origins else [],
             exception_handlers=pages.refusals(),
         )
+        # Other origins' pages need what the middleware adds.
+        return routed if origins else FixedPaths(fixed, routed)

@@ -43,8 +43,9 @@ async def chat_completions(call: HttpCall) -> Answer:
     async with stream:
         completion = await stream.result()
     call.request_id = completion.started.request_id
-    call.tokens.add([completion.usage])
-    return dumps(_whole(completion, call, wants_logprobs=wants_logprobs))
+    usages = [completion.usage]
+    call.tokens.add(usages)
+    return dumps(_whole(completion, usages, call, wants_logprobs=wants_logprobs))
 
 
 def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
@@ -81,7 +82,7 @@ def include_usage(fields: Fields) -> bool:
 
 def _check_modalities(fields: Fields) -> None:
     """Take modalities. Raises InvalidArgument for an answer that is not text alone."""
-    if any(kind != "text" for kind in fields.maybe("modalities", list) or ()):
+    if (kinds := fields.maybe("modalities", list)) and any(kind != "text" for kind in kinds):
         raise InvalidArgument("modalities", 'must be ["text"]: Penstock\'s models write text')
 
 
@@ -96,12 +97,12 @@ def _take_logprobs(fields: Fields, options: dict[str, Any], call: HttpCall) -> b
     return wants
 
 
-def _whole(completion: Completion, call: HttpCall, *, wants_logprobs: bool) -> dict[str, Any]:
+def _whole(completion: Completion, usages: list[Usage], call: HttpCall, *, wants_logprobs: bool) -> dict[str, Any]:
     started = completion.started
     head = AnswerHead("chatcmpl", "chat.completion", started.request_id, started.model)
     return head.with_(
         choices=[_choice(choice, call, wants_logprobs=wants_logprobs) for choice in completion.choices],
-        usage=usage_of([completion.usage]),
+        usage=usage_of(usages),
         system_fingerprint=None,
         penstock=extras(started, completion.finished),
     )

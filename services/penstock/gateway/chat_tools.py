@@ -14,11 +14,16 @@ from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.older_functions import take_functions
 from penstock.gateway.request_fields import Fields, function_of, typed
 
+_FIELDS = frozenset(("functions", "function_call", "tools", "tool_choice"))
+_NO_NAMES: frozenset[str] = frozenset()
+
 
 def take_tools(
     fields: Fields, call: HttpCall
 ) -> tuple[Sequence[Mapping[str, Any]], str | dict[str, str] | None, frozenset[str]]:
     """Take tools and tool_choice in the client's form, and the names of custom tools. Raises InvalidArgument."""
+    if not fields.take_any(_FIELDS):
+        return (), None, _NO_NAMES
     if (older := take_functions(fields)) is not None:
         call.has_functions = True
         call.names |= {"tools": "functions", "tool_choice": "function_call"}

@@ -11,14 +11,13 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from penstock_client import AsyncClient, Delta
@@ -65,6 +64,9 @@ from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
 from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.request_log import Tokens, log_request
 
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -98,10 +100,14 @@ _FILE = [
 _ANTHROPIC_VERSION = b"anthropic-version"
 _TRACE_KEYS = (TRACEPARENT_KEY, TRACESTATE_KEY)
 _GONE = 499
+# Looks at a reader that takes nothing in the time that it may take nothing.
+_LOOKS = 4
 # Bodies up to this size are parsed on the event loop: a thread would take longer.
 _PARSED_AT_ONCE_BYTES = 64 << 10
 # Values of Sec-Fetch-Site for requests that do not come from another site's page.
 _OWN_SITES = (b"same-origin", b"none")
+# Block of a request that holds nothing.
+_NOTHING = nullcontext()
 _log = get_logger("penstock.gateway")
 
 
@@ -155,7 +161,9 @@ class HttpCall:
     @property
     def shown_id(self) -> str:
         """Id for headers and the log."""
-        return self.request_id if is_request_id(self.request_id) else self.header_id
+        # The router mostly keeps the first one.
+        is_fit = self.request_id == self.header_id or is_request_id(self.request_id)
+        return self.request_id if is_fit else self.header_id
 
     def ignore(self, *names: str) -> None:
         """List fields as ignored, each once: the first --max-ignored-fields that a header can name."""
@@ -220,6 +228,7 @@ class Door:
     body_bounds: BodyBounds
     parsing: asyncio.Semaphore
     metrics: GatewayMetrics
+    log: FilteringBoundLogger
     kept: KeptStores | None
     background: Background | None
     jobs: Jobs | None
@@ -307,7 +316,7 @@ class Endpoint:
             # A GET seldom has a body; it is read from the connection and dropped.
             with (
                 door.places.admitted(),
-                exchange.counted_body(caller.tenant) if self._has_body else nullcontext() as counted,
+                exchange.counted_body(caller.tenant) if self._has_body else _NOTHING as counted,
             ):
                 sent = await exchange.read_body(headers, counted)
                 has_fields = self._has_body and (sent or not self._may_be_empty)
@@ -316,8 +325,8 @@ class Endpoint:
                 call.counted = counted
                 exchange.call = call
                 with (
-                    nullcontext() if self._is_public else door.places.entered(caller.tenant),
-                    door.jobs.pace.caller() if self._has_waiter and door.jobs is not None else nullcontext(),
+                    _NOTHING if self._is_public else door.places.entered(caller.tenant),
+                    door.jobs.pace.caller() if self._has_waiter and door.jobs is not None else _NOTHING,
                 ):
                     if not self._is_public:
                         exchange.connection.begin_work()
@@ -434,11 +443,13 @@ class _Exchange:
         self._scope, self._receive, self._send = scope, receive, send
         self._config, self._metrics, self._begin, self._errors = door.config, door.metrics, begin, errors
         self._task = asyncio.current_task()
-        self._bodies = door.bodies
+        self._bodies, self._log = door.bodies, door.log
         # True once the body is complete.
         self._has_read = False
         self._is_given_up = self._is_gone = False
         self._has_stalled = False
+        # The next look at a reader that takes nothing.
+        self._look: asyncio.TimerHandle | None = None
         # Start time of the send in progress.
         self._sending_since: float | None = None
 
@@ -453,16 +464,12 @@ class _Exchange:
             reason=self.reason,
             field=self.field,
             tokens=None if call is None else call.tokens,
+            log=self._log,
         )
 
-    @contextmanager
-    def counted_body(self, tenant: str) -> Iterator[Body]:
+    def counted_body(self, tenant: str) -> Body:
         """Count the bytes of a tenant's body during the block."""
-        body = self._bodies.open(self._give_up, tenant)
-        try:
-            yield body
-        finally:
-            body.close()
+        return self._bodies.open(self._give_up, tenant)
 
     def _give_up(self) -> None:
         """Stop reading a body: others need its room."""
@@ -472,27 +479,16 @@ class _Exchange:
 
     async def read_body(self, headers: Mapping[bytes, bytes], counted: Body | None) -> bytes:
         """Return the body of an admitted request; with `counted` None it is dropped. Raises HttpError."""
-        most, body = self._config.max_body_bytes, bytearray()
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and (len(length) > 18 or int(length) > most):
+        if length.isdigit() and (len(length) > 18 or int(length) > self._config.max_body_bytes):
             raise self._too_large()
-        size = 0
         try:
-            async with asyncio.timeout(self._config.body_seconds):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self._is_gone = True
-                        raise HttpError(_GONE, "the caller left", reason="CLIENT_GONE")
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > most:
-                        raise self._too_large()
-                    if counted is not None:
-                        counted.take(len(part))
-                        body += part
-                    if not message.get("more_body", False):
-                        break
+            if self.connection.is_receiving:
+                async with asyncio.timeout(self._config.body_seconds):
+                    body = await self._received(counted)
+            else:
+                # It has come with its head, and there is nothing to wait for.
+                body = await self._received(counted)
         except TimeoutError:
             raise HttpError(
                 408, f"the body did not arrive within {self._config.body_seconds:g} s", reason="BODY_TIMEOUT"
@@ -509,7 +505,28 @@ class _Exchange:
         self._has_read = True
         if counted is not None:
             counted.whole()
-        return bytes(body)
+        return body
+
+    async def _received(self, counted: Body | None) -> bytes:
+        """Read a body to its end. Raises HttpError."""
+        most, size, body = self._config.max_body_bytes, 0, bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._is_gone = True
+                raise HttpError(_GONE, "the caller left", reason="CLIENT_GONE")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise self._too_large()
+            is_last = not message.get("more_body", False)
+            if counted is not None:
+                counted.take(len(part))
+                if is_last and not body:
+                    return bytes(part)
+                body += part
+            if is_last:
+                return bytes(body)
 
     def _too_large(self) -> HttpError:
         return HttpError(
@@ -544,7 +561,7 @@ class _Exchange:
 
     async def run(self, handler: Handler, call: HttpCall) -> None:
         """Let the handler answer while there is a reader. Raises PenstockError while nothing is sent."""
-        watcher = asyncio.create_task(self._watch())
+        self.connection.follow(self)
         try:
             answer = await known_errors(handler(call))
             if isinstance(answer, bytes):
@@ -559,25 +576,34 @@ class _Exchange:
             self.status, self.reason = _GONE, "CLIENT_GONE"
             (self._metrics.stalled if self._has_stalled else self._metrics.left).inc()
         finally:
-            watcher.cancel()
+            self.connection.unfollow(self)
+            if self._look is not None:
+                self._look.cancel()
 
-    async def _watch(self) -> None:
-        """Cancel the request when its reader has gone, or takes nothing for too long."""
-        stalled, loop = self._config.stalled_reader_seconds, asyncio.get_running_loop()
-        gone = asyncio.ensure_future(self._receive())
-        try:
-            while not gone.done():
-                await asyncio.wait([gone], timeout=stalled / 4)
-                since = self._sending_since
-                if since is not None and loop.time() - since > stalled:
-                    self._has_stalled = True
-                    self.connection.abort()
-                    break
-        finally:
-            gone.cancel()
+    def leave(self) -> None:
+        """Cancel the request: its reader has gone."""
         self._is_gone = True
         if self._task is not None:
             self._task.cancel()
+
+    def pause(self) -> None:
+        """Look from time to time whether the reader takes anything again."""
+        if self._look is None:
+            seconds = self._config.stalled_reader_seconds / _LOOKS
+            self._look = asyncio.get_running_loop().call_later(seconds, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        """Cancel the request if its reader has taken nothing for too long."""
+        self._look = None
+        since = self._sending_since
+        stalled = self._config.stalled_reader_seconds
+        if since is not None and asyncio.get_running_loop().time() - since > stalled:
+            self._has_stalled = True
+            self.connection.unfollow(self)
+            self.connection.abort()
+            self.leave()
+        elif self.connection.is_full:
+            self.pause()
 
     async def _send_file(self, file: FileContent, call: HttpCall) -> None:
         """Send a file. One that is removed meanwhile ends the connection: its reader sees that it is cut short."""
@@ -641,9 +667,14 @@ class _Exchange:
             await self._send_piece(piece)
 
     async def _send_piece(self, piece: bytes, *, is_last: bool = False) -> None:
-        self._sending_since = asyncio.get_running_loop().time()
+        self._begin_send()
         await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
         self._sending_since = None
+
+    def _begin_send(self) -> None:
+        """Note the time of a send that has to wait."""
+        if self.connection.is_full:
+            self._sending_since = asyncio.get_running_loop().time()
 
     async def refuse(self, error: PenstockError, call: HttpCall | None) -> None:
         """Answer with an error."""
@@ -662,6 +693,6 @@ class _Exchange:
         length = (b"content-length", str(len(body)).encode())
         self.connection.hold_head()
         await self._send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
-        self._sending_since = asyncio.get_running_loop().time()
+        self._begin_send()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         self._sending_since = None

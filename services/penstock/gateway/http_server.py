@@ -9,7 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import httptools
 from uvicorn.config import Config
@@ -22,7 +22,7 @@ from penstock.common.errors import StartupError
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError
-from penstock.gateway.request_head import check_head, without_upgrade
+from penstock.gateway.request_head import check_head, is_chunked, without_upgrade
 from penstock.http2.listener import Listener, let_go
 from penstock.http2.metered_tls import meter, stop_metering
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
@@ -92,6 +92,16 @@ class _Transport:
         return self._connection.is_closing or self._own.is_closing()
 
 
+class WatchedReader(Protocol):
+    """Whoever an answer in progress is for, as its connection sees it."""
+
+    def leave(self) -> None:
+        """Note that the connection is lost."""
+
+    def pause(self) -> None:
+        """Note that the other end takes nothing for now."""
+
+
 class HttpConnection(HttpToolsProtocol):
     """One connection: a `Stranger` until one of its requests is admitted."""
 
@@ -127,6 +137,9 @@ class HttpConnection(HttpToolsProtocol):
         # Request in progress, or the last one; `cycle` is the newest one.
         self._running: RequestResponseCycle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        # Reader of the answer in progress.
+        self._reader: WatchedReader | None = None
+        self._is_lost = False
         # Request of a stranger that waits for its turn.
         self._delayed: tuple[RequestResponseCycle, Any] | None = None
         # Those that its last request took its turn from.
@@ -145,7 +158,10 @@ class HttpConnection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closing = True
+        self.is_closing = self._is_lost = True
+        if (reader := self._reader) is not None:
+            self._reader = None
+            reader.leave()
         if (running := self._running) is not None and running is not self.cycle:
             # uvicorn tells only the newest request; this one would keep writing, and keep its memory.
             running.disconnected = True
@@ -230,11 +246,14 @@ class HttpConnection(HttpToolsProtocol):
             is_body = self._has_head and self._is_within
             part = data[at : at + (self._body_slice_bytes if is_body else _SLICE_BYTES)]
             at += len(part)
-            is_idle = self.cycle is None or self.cycle.response_complete
-            if self._head_timer is None and is_idle and not self._is_within:
-                self._await_head()
+            begins_head = self._head_timer is None and not self._is_within and self._is_idle
+            if begins_head:
+                self._has_head = False
             self._framing_bytes += len(part)
             self._feed(part)
+            if begins_head and not self._has_head and self._is_idle and not self.is_closing:
+                # Not for a head that comes at once, as most do.
+                self._await_head()
             if self._framing_bytes > self.bounds.max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes:
                 most = self.bounds.max_header_bytes
                 self._turn_away(
@@ -301,8 +320,7 @@ class HttpConnection(HttpToolsProtocol):
         self._fault = check_head(self.parser.get_http_version(), self.headers)
         if self._fault is not None:
             raise self._fault
-        is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        self._body_slice_bytes = _CHUNKED_SLICE_BYTES if is_chunked else _BODY_SLICE_BYTES
+        self._body_slice_bytes = _CHUNKED_SLICE_BYTES if is_chunked(self.headers) else _BODY_SLICE_BYTES
         if len(self.pipeline) >= _MOST_WAITING_REQUESTS:
             self.abort()
             return
@@ -358,10 +376,14 @@ class HttpConnection(HttpToolsProtocol):
             super()._start_asgi_task(*delayed)
 
     @property
+    def _is_idle(self) -> bool:
+        """True while no request is in progress."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
     def is_busy(self) -> bool:
-        is_idle = self.cycle is None or self.cycle.response_complete
         # Not a connection with a stopped reader, or with a request that waits for its turn.
-        return not is_idle and not self.flow.write_paused and self._delayed is None
+        return not self._is_idle and not self.flow.write_paused and self._delayed is None
 
     @property
     def is_receiving(self) -> bool:
@@ -383,6 +405,27 @@ class HttpConnection(HttpToolsProtocol):
     def begin_work(self) -> None:
         """Note that a request is in progress: its connection does not make room for others."""
         self.everyone.begin_work(self)
+
+    def follow(self, reader: WatchedReader) -> None:
+        """Tell `reader` when this connection is lost or takes nothing. For a request with a complete body."""
+        if self._is_lost:
+            self.loop.call_soon(reader.leave)
+            return
+        # Its body may have paused it, and a connection that is not read does not learn of its end.
+        self.flow.resume_reading()
+        self._reader = reader
+        if self.flow.write_paused:
+            reader.pause()
+
+    def unfollow(self, reader: WatchedReader) -> None:
+        """Tell `reader` nothing more."""
+        if self._reader is reader:
+            self._reader = None
+
+    @property
+    def is_full(self) -> bool:
+        """True while the other end does not take what is sent."""
+        return not self._is_lost and self.flow.write_paused
 
     def hold_head(self) -> None:
         """Send the head of the next answer with the begin of its body: a system call less for each answer."""
@@ -407,6 +450,8 @@ class HttpConnection(HttpToolsProtocol):
         # Longer than the limit on a stream's reader, which tells the engine: this one is for all other writes.
         seconds = _STALL_FACTOR * self.bounds.stalled_reader_seconds
         self._stall_timer = self.loop.call_later(seconds, self.abort)
+        if self._reader is not None:
+            self._reader.pause()
 
     def resume_writing(self) -> None:
         if self._stall_timer is not None:
@@ -500,6 +545,7 @@ class HttpServer:
         self._bounds = config
         self._config = Config(
             app,
+            interface="asgi3",
             http=HttpToolsProtocol,
             ws="none",
             lifespan="off",

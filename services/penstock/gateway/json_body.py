@@ -65,7 +65,8 @@ def parse_object(body: bytes, bounds: BodyBounds) -> dict[str, Any]:
     if body.startswith(_BYTE_ORDER_MARK):
         body = body[len(_BYTE_ORDER_MARK) :]
     # An escaped backslash does not escape the next character.
-    plain = body.replace(b"\\\\", b"__") if b"\\" in body else body
+    has_escapes = b"\\" in body
+    plain = body.replace(b"\\\\", b"__") if has_escapes else body
     _check_counts(body, plain, bounds)
     numbers: list[_BadNumber] = []
     try:
@@ -77,7 +78,7 @@ def parse_object(body: bytes, bounds: BodyBounds) -> dict[str, Any]:
     if numbers:
         first = numbers[0]
         raise InvalidArgument(_name_of(parsed, lambda value: value is first) or "body", first.description)
-    if any(half in plain for half in _HALVES) and is_broken_text(_ENCODER.encode(parsed)):
+    if has_escapes and any(half in plain for half in _HALVES) and is_broken_text(_ENCODER.encode(parsed)):
         raise InvalidArgument(_name_of(parsed, is_broken_text) or "body", "has a lone surrogate, which is not text")
     return parsed
 
@@ -183,7 +184,7 @@ def _decoder(plain: bytes, bounds: BodyBounds, bad: list[_BadNumber]) -> json.JS
     """
     seen = plain.translate(_NUMBERS)
     has_digits = b"0" * (bounds.most_digits + 1) in seen
-    if not has_digits and not any(exponent in seen for exponent in _LARGE_EXPONENTS):
+    if not has_digits and _LARGE_EXPONENTS[0] not in seen and _LARGE_EXPONENTS[1] not in seen:
         return _DECODER
 
     def refuse(description: str) -> _BadNumber:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import LATENCY_BUCKETS
+from penstock.common.plain_metrics import PlainCounter
 
 PREFIX = "penstock_gateway_"
 
@@ -17,7 +18,7 @@ class GatewayMetrics:
     """Metrics of one gateway process. `route` is a path of the table of routes, or `other`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        requests = Counter(
+        requests = PlainCounter(
             PREFIX + "http_requests_total",
             "Requests ended, by route and status.",
             ("route", "status"),

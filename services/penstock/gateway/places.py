@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from penstock.common.errors import Unavailable
 from penstock.gateway.http_errors import HttpError
@@ -29,9 +27,10 @@ class Places:
         self._shares_anybody = shares_anybody
         self._most = most
         self._most_of_tenant = max(1, int(tenant_share * most))
-        self._of_tenant: Counter[str] = Counter()
+        self._of_tenant: dict[str, int] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        self._admitted = _Admitted(self)
 
     def check_draining(self) -> None:
         """Raises Unavailable during a drain."""
@@ -42,39 +41,77 @@ class Places:
         """Raises HttpError 429 if `tenant` would get no place."""
         if self.running >= self._most:
             raise _full("the limit on requests in progress is reached (--max-requests)")
-        if (tenant != ANYBODY or self._shares_anybody) and self._of_tenant[tenant] >= self._most_of_tenant:
+        if (tenant != ANYBODY or self._shares_anybody) and self._of_tenant.get(tenant, 0) >= self._most_of_tenant:
             raise _full("the limit on requests in progress of this token is reached (--tenant-share of --max-requests)")
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self) -> _Admitted:
         """Make a drain wait for the block: an admitted request, from its head on."""
-        self._inside += 1
-        self._empty.clear()
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+        return self._admitted
 
-    @contextmanager
-    def entered(self, tenant: str) -> Iterator[None]:
+    def entered(self, tenant: str) -> _Entered:
         """Hold a place during the block. Raises as `check`."""
+        return _Entered(self, tenant)
+
+    def come_in(self) -> None:
+        """Begin a block of `admitted`."""
+        if not self._inside:
+            self._empty.clear()
+        self._inside += 1
+
+    def go_out(self) -> None:
+        """End a block of `admitted`."""
+        self._inside -= 1
+        if not self._inside:
+            self._empty.set()
+
+    def take(self, tenant: str) -> None:
+        """Begin a block of `entered`. Raises as `check`."""
         self.check(tenant)
         self.running += 1
-        self._of_tenant[tenant] += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self._of_tenant[tenant] -= 1
-            if not self._of_tenant[tenant]:
-                del self._of_tenant[tenant]
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
+
+    def give_back(self, tenant: str) -> None:
+        """End a block of `entered`."""
+        self.running -= 1
+        if left := self._of_tenant[tenant] - 1:
+            self._of_tenant[tenant] = left
+        else:
+            del self._of_tenant[tenant]
 
     async def drain(self) -> None:
         """Refuse new requests; return once the admitted ones have ended."""
         self.is_draining = True
         await self._empty.wait()
+
+
+class _Admitted:
+    """Block of `Places.admitted`, the same for all requests: a generator for each would cost four times as much."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        self._places.come_in()
+
+    def __exit__(self, *_: object) -> None:
+        self._places.go_out()
+
+
+class _Entered:
+    """Block of `Places.entered`."""
+
+    __slots__ = ("_places", "_tenant")
+
+    def __init__(self, places: Places, tenant: str) -> None:
+        self._places, self._tenant = places, tenant
+
+    def __enter__(self) -> None:
+        self._places.take(self._tenant)
+
+    def __exit__(self, *_: object) -> None:
+        self._places.give_back(self._tenant)
 
 
 class BodyBytes:
@@ -87,7 +124,7 @@ class BodyBytes:
         """Make it. `tenant_share`: share of the bytes that one tenant may have, except `ANYBODY`."""
         self._most, self._most_of_tenant = most, max(1, int(tenant_share * most))
         self._held = 0
-        self._of_tenant: Counter[str] = Counter()
+        self._of_tenant: dict[str, int] = {}
         # Incomplete bodies, the oldest first -> callback that gives one up.
         self._coming: dict[Body, Callable[[], None]] = {}
 
@@ -105,7 +142,7 @@ class BodyBytes:
     def take(self, body: Body, count: int) -> None:
         """Count bytes of a body. Raises HttpError 429 if all the others are complete, and too many."""
         tenant = body.tenant
-        while tenant != ANYBODY and self._of_tenant[tenant] + count > self._most_of_tenant:
+        while tenant != ANYBODY and self._of_tenant.get(tenant, 0) + count > self._most_of_tenant:
             # It must make room itself: others are not at fault.
             if not self._make_room(body, tenant):
                 raise _full(
@@ -115,7 +152,7 @@ class BodyBytes:
             if not self._make_room(body, None):
                 raise _full("the limit on bytes of bodies is reached (--max-bodies-bytes)")
         self._held += count
-        self._of_tenant[tenant] += count
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + count
         body.size += count
 
     def _make_room(self, body: Body, tenant: str | None) -> bool:
@@ -137,20 +174,27 @@ class BodyBytes:
         """Forget a body and its bytes."""
         self._coming.pop(body, None)
         self._held -= body.size
-        self._of_tenant[body.tenant] -= body.size
-        if not self._of_tenant[body.tenant]:
-            del self._of_tenant[body.tenant]
+        if left := self._of_tenant.get(body.tenant, 0) - body.size:
+            self._of_tenant[body.tenant] = left
+        else:
+            self._of_tenant.pop(body.tenant, None)
         body.size = 0
 
 
 class Body:
-    """Bytes of one request's body that count against the limit."""
+    """Bytes of one request's body that count against the limit, until `close` or the end of its block."""
 
     __slots__ = ("_all", "size", "tenant")
 
     def __init__(self, all_bodies: BodyBytes, tenant: str) -> None:
         self.size, self.tenant = 0, tenant
         self._all = all_bodies
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._all.close(self)
 
     def take(self, count: int) -> None:
         """Count received bytes. Raises HttpError 429."""

@@ -31,10 +31,18 @@ _OWN_NAMES = frozenset(GenerationOptions.__optional_keys__) - {
 _ALIAS_OF = {name: option for option, names in ALIASES.items() for name in names}
 _ALIAS_ORDER = {name: number for number, name in enumerate(_ALIAS_OF)}
 _TENSORS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+_TENSOR_FIELDS = frozenset(_TENSORS)
 # Options that ask for sampling when nothing else says how to decode.
-_SAMPLING = tuple(name for name, spec in CONFIG.items() if spec.is_sampling_only)
+_SAMPLING = frozenset(name for name, spec in CONFIG.items() if spec.is_sampling_only)
 # Options that choose the decoding: nothing else then asks for sampling. Drafts work with any decoding.
-_MODES = tuple(name for name, spec in CONFIG.items() if spec.chooses is not None and not spec.chooses.drafts)
+_MODES = frozenset(name for name, spec in CONFIG.items() if spec.chooses is not None and not spec.chooses.drafts)
+# Fields of structured output.
+_CONSTRAINT_FIELDS = frozenset(
+    (
+        *("response_format", "structured_outputs", "guided_json_object", "guided_whitespace_pattern"),
+        *(f"guided_{name}" for name in VLLM_CONSTRAINTS.values()),
+    )
+)
 _NEGATIVE = ("negative_prompt_ids", "negative_prompt")
 _TOGETHER = re.compile(r"options '(\w+)' and '(\w+)' do not go together")
 _NAMED = re.compile(r"option '(\w+)': (.*)", re.DOTALL)
@@ -72,6 +80,11 @@ class Fields:
     def present(self, names: Collection[str]) -> list[str]:
         """Return those of `names` (a set or a mapping) that the body has and that are not null, in its order."""
         return [name for name, value in self._body.items() if name in names and value is not None]
+
+    def take_any(self, names: frozenset[str]) -> bool:
+        """Take all of these seldom fields; True if the body has one, and its value is to be read."""
+        self._taken |= names
+        return not names.isdisjoint(self._body)
 
     def raw(self, name: str) -> Any:
         """Take a field unchanged; None if it is absent or null."""
@@ -131,9 +144,10 @@ def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
         put(_ALIAS_OF[name], name, fields.raw(name))
     for name in fields.present(_OWN_NAMES):
         put(name, name, fields.raw(name))
-    for name in _TENSORS:
-        if fields.raw(name):
-            raise InvalidArgument(name, "tensors are not available over HTTP: use the gRPC service")
+    if fields.take_any(_TENSOR_FIELDS):
+        for name in _TENSORS:
+            if fields.raw(name):
+                raise InvalidArgument(name, "tensors are not available over HTTP: use the gRPC service")
     for name in _NEGATIVE:
         if name in call.names:
             # Its type decides between two fields.
@@ -151,6 +165,8 @@ def _take_constraints(
     fields: Fields, put: Callable[[str, str, Any], None], options: dict[str, Any], names: dict[str, str]
 ) -> None:
     """Take response_format, structured_outputs and guided_*."""
+    if not fields.take_any(_CONSTRAINT_FIELDS):
+        return
     form = fields.maybe("response_format", dict)
     if form is not None and (found := read_form(form, "response_format", nested=True)) is not None:
         put(*found)
@@ -182,12 +198,13 @@ def _choose_sampling(options: dict[str, Any]) -> None:
 
     If none of these is set, the model's generation_config.json decides, as with generate().
     """
-    if any(options.get(name) is not None for name in _MODES):
+    # No option among them is None.
+    if not _MODES.isdisjoint(options):
         return
     if options.get("temperature") == 0:
         # Several answers are then equal.
         options["do_sample"] = False
-    elif any(options.get(name) is not None for name in _SAMPLING) or (options.get("num_return_sequences") or 1) != 1:
+    elif not _SAMPLING.isdisjoint(options) or (options.get("num_return_sequences") or 1) != 1:
         options["do_sample"] = True
 
 

@@ -18,6 +18,9 @@ _FORM = re.compile(rb"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]*)(?::[0-9]*)?"
 # The same length, so nothing moves.
 _UPGRADE, _NO_UPGRADE = re.compile(rb"\nupgrade:", re.IGNORECASE), b"\nx-asked:"
 
+# Accepted Host fields that are remembered, and the longest of them.
+_MOST_ACCEPTED, _MOST_ACCEPTED_BYTES = 64, 256
+
 
 def host_name(header: bytes) -> str | None:
     """Return the name of a Host field in lower case, without its port; None if the field is not valid."""
@@ -44,7 +47,7 @@ def check_head(version: str, headers: Iterable[tuple[bytes, bytes]]) -> HttpErro
     for name, value in headers:
         if name == b"host":
             hosts += 1
-            if host_name(value.strip()) is None:
+            if _FORM.fullmatch(value.strip()) is None:
                 wrong = "Host is not a name or address"
         elif name == b"transfer-encoding":
             codings += 1
@@ -59,6 +62,11 @@ def check_head(version: str, headers: Iterable[tuple[bytes, bytes]]) -> HttpErro
     elif codings and (codings > 1 or lengths or version != "1.1"):
         wrong = "Transfer-Encoding must occur once, without Content-Length, in HTTP/1.1"
     return HttpError(400, wrong, reason="MALFORMED_REQUEST") if wrong else None
+
+
+def is_chunked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """True for a body in chunks, by the fields of a valid head."""
+    return b"transfer-encoding" in dict(headers)
 
 
 def foreign_host() -> HttpError:
@@ -79,12 +87,23 @@ class TrustedHosts:
         # Nobody outside a network can have a name without a dot; containers in a network use such names.
         self._takes_short = not is_loopback(host)
         self._names = {name.lower().strip("[]").rstrip(".") for name in (host, socket.gethostname(), *allowed)}
+        # Fields that were accepted: most requests have one of a few.
+        self._accepted: set[bytes] = set()
 
     def accepts(self, header: bytes | None) -> bool:
         """True for this machine's own names, addresses, and the listed names."""
-        if self._is_any:
+        if self._is_any or header in self._accepted:
             return True
-        name = host_name(header or b"")
+        if header is None or not self._judge(header):
+            return False
+        if len(self._accepted) >= _MOST_ACCEPTED:
+            self._accepted.clear()
+        if len(header) <= _MOST_ACCEPTED_BYTES:
+            self._accepted.add(header)
+        return True
+
+    def _judge(self, header: bytes) -> bool:
+        name = host_name(header)
         if not name:
             return False
         name = name.strip("[]")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock_client import Usage
 
 from penstock.common.logging import get_logger
 from penstock.generation.options.table import SECTIONS
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 _log = get_logger("penstock.gateway")
 # Words of a field's path that belong to Penstock or the API; any other may be the caller's own.
@@ -40,11 +44,25 @@ class Tokens:
             self.output += usage.completion_tokens
 
 
+def request_log() -> FilteringBoundLogger:
+    """Return the logger of requests, made once of what logging is set up to be: making it costs as much as a line that
+    is left out."""
+    return _log.bind()
+
+
 def log_request(
-    route: str, status: int, seconds: float, *, request_id: str, reason: str, field: str | None, tokens: Tokens | None
+    route: str,
+    status: int,
+    seconds: float,
+    *,
+    request_id: str,
+    reason: str,
+    field: str | None,
+    tokens: Tokens | None,
+    log: FilteringBoundLogger = _log,
 ) -> None:
-    """Write the line of an ended request: a warning if the fault is the server's."""
-    write = _log.warning if status >= 500 else _log.info
+    """Write the line of an ended request: a warning if the fault is the server's. `log`: that of `request_log`."""
+    write = log.warning if status >= 500 else log.info
     told: dict[str, object] = {}
     if reason:
         told["reason"] = reason
