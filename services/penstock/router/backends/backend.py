@@ -112,7 +112,7 @@ class Backend:
 
     def match(self, hashes: Sequence[int]) -> int:
         """Number of leading blocks that it probably has cached."""
-        return self._prefixes.match(self._names(hashes))
+        return self._prefixes.match(hashes if self._keeps_salts else self._names(hashes))
 
     def _names(self, hashes: Sequence[int]) -> Sequence[int]:
         """Return the names by which it knows blocks: most other engines have no salt."""

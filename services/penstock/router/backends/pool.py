@@ -408,16 +408,20 @@ class BackendPool:
         """Note the facts that a ready backend tells; None: it tells none now."""
         before = self._served.get(where)
         if before is not None and (info is None or info.model != before):
-            told = self._told[before]
-            told.pop(where, None)
-            if told:
-                # Those of the one that became ready last.
-                self._models[before] = next(reversed(told.values()))
-            else:
-                del self._told[before]
+            self._told[before].pop(where, None)
+            self._show_told(before)
         if info is not None:
-            self._told[info.model][where] = self._models[info.model] = info
+            self._told[info.model][where] = info
+            self._show_told(info.model)
             self._note_served(where, info.model)
+
+    def _show_told(self, model: str) -> None:
+        """Show the facts of the backend that became ready last; without one they stay as they are."""
+        told = self._told[model]
+        if told:
+            self._models[model] = next(reversed(told.values()))
+        else:
+            del self._told[model]
 
     def _note_served(self, where: BackendAddress, model: str) -> None:
         """Note a backend's model. The one that it had before is forgotten, unless another backend has it, too."""
