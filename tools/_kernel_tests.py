@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # All tests of the kernels' inputs and outputs.
 TESTS = (
     "tests/unit/generation/**/test_native_*.py",
+    "tests/unit/generation/layers/linear/test_tiles.py",
     "tests/unit/generation/layers/test_experts.py",
     "tests/unit/generation/weights/test_packed_layout.py",
     "tests/numerics/models/test_fused_layers.py",

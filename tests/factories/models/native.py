@@ -15,6 +15,8 @@ from penstock.generation.devices.native import build, library
 from penstock.generation.host.cpu_features import native_bound, native_sets
 
 INSTRUCTION_SETS = native_sets()
+# Those with which a product is made in a way of its own: "amx" is the wider set of x86 with tile registers.
+PRODUCT_SETS = (*(("amx",) if "avx512" in INSTRUCTION_SETS else ()), *INSTRUCTION_SETS)
 
 
 @functools.cache

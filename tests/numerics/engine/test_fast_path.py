@@ -11,7 +11,7 @@ import torch
 from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.pools import unwritten_pool
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from penstock.generation.core.decoding_mode import GuidanceOptions, TensorOutputs
 from penstock.generation.core.request import Request
 from penstock.generation.devices.cpu import CPUDevice
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS[-1:], autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS[-1:], autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

@@ -13,7 +13,7 @@ from factories.engine.sequences import params
 from factories.engine.sequences import sequence as new_sequence
 from factories.models.adapters import LAYER_TARGETS, lora_folder, merged_checkpoint, read_adapter
 from factories.models.checkpoints import FAMILIES, VOCAB_SIZE, reference_model, tiny_checkpoint
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from factories.models.paged import PagedDriver, PagedSequence
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -31,7 +31,7 @@ RANKS = (1, 4, 5, 8, 16, 24, 33, 64)
 WHOLE = (*LAYER_TARGETS, "lm_head")
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.draft_heads import HEAD_DIM, KV_HEADS, eagle3_folder, eagle3_tensors
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.devices.cpu import CPUDevice
@@ -29,7 +29,7 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

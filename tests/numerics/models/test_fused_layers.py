@@ -12,7 +12,7 @@ import torch
 from factories.engine.sequences import params
 from factories.engine.sequences import sequence as new_sequence
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.quantised import EIGHT_BITS, FOUR_BITS, compressed, quantised_pair
 from penstock.generation.attention.attention_keeper import AttentionKeeper, KeptRow
@@ -41,7 +41,7 @@ FORMATS = ("none", "int8", "int4")
 PAGED_HEADS: dict[str, Any] = {"head_dim": 32}
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

@@ -13,7 +13,7 @@ import torch
 from factories.engine.modes import load_service
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.model_types import check_ids, tiny_model_type
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.generation.attention import chosen_rows
@@ -194,7 +194,7 @@ class Step:
         ]
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("instruction_set", PRODUCT_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_choose_the_positions_of_the_operators(instruction_set: str, dtype: torch.dtype) -> None:
     source = random.Random(3)

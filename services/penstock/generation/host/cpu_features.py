@@ -93,8 +93,11 @@ def native_bound() -> str | None:
 
     ATEN_CPU_CAPABILITY keeps torch's own loops from the wider instructions, and the kernels as well.
     """
-    sets = native_sets()
-    return sets[-1] if sets and torch_cpu_capability() in ("avx2", "default") else None
+    sets, capability = native_sets(), torch_cpu_capability()
+    if sets and capability in ("avx2", "default"):
+        return sets[-1]
+    # Without it the kernels may use x86's tile registers, which torch's own loops have not.
+    return capability if capability in sets else None
 
 
 def native_sets() -> tuple[str, ...]:

@@ -45,7 +45,9 @@ def test_onednns_bound_is_seen(bound: str, needs: set[str], expected: str) -> No
     assert found.stdout.strip() == expected
 
 
-@pytest.mark.parametrize(("bound", "expected"), [("avx2", "avx2"), ("default", "avx2"), ("avx512", None), (None, None)])
+@pytest.mark.parametrize(
+    ("bound", "expected"), [("avx2", "avx2"), ("default", "avx2"), ("avx512", "avx512"), (None, None)]
+)
 def test_torchs_bound_holds_for_the_kernels(
     monkeypatch: pytest.MonkeyPatch, bound: str | None, expected: str | None
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from factories.models.kernels import assert_close
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from penstock.generation.core.model_config import Activation, Experts
 from penstock.generation.layers.experts import MixtureOfExperts, OneByOne, SharedExpert
 from penstock.generation.layers.layer_kernels import LayerKernels
@@ -18,7 +18,7 @@ from torch import Tensor
 HIDDEN, INNER, COUNT = 72, 40, 5
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

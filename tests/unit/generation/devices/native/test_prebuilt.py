@@ -156,5 +156,5 @@ def test_the_wheel_computes_in_an_environment_without_a_compiler(tmp_path: Path)
         [sys.executable, "-c", code, str(place), str(tmp_path / "none")], capture_output=True, text=True, check=True
     ).stdout.split()
     assert told[0] == str(place / prebuilt.PACKAGE / f"{LIBRARY}.so")
-    assert told[1] in ("avx2", "avx512")
+    assert told[1] in ("avx2", "avx512", "amx")
     assert told[2] == "refused"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.layers.layer_kernels import LayerKernels
@@ -25,7 +25,7 @@ ROUNDED = [format for format in Format if format is not Format.GGUF]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

@@ -1,6 +1,6 @@
-// x times a packed weight. An output is one sum over the inputs in their order, with any rows
-// computed beside it: the result of a row depends neither on the batch nor on the number of
-// threads.
+// x times a packed weight. An output is one sum over the inputs in their order, or in that of the
+// tile registers (tiled.h), with any rows computed beside it: the result of a row depends neither
+// on the batch nor on the number of threads.
 #include "linear/linear.h"
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include "linear/gguf_blocks.h"
 #include "linear/group_scales.h"
 #include "linear/products.h"
+#include "linear/tiled.h"
 #include "util/abs_max.h"
 #include "util/rotate.h"
 #include "util/vec.h"
@@ -447,6 +448,11 @@ static void finish_panel(const LinearArgs& a, int64_t row, int64_t rows, int64_t
 
 void multiply(const LinearArgs& a, const LinearTask& task) {
   if (a.format == Format::GGUF) return sum_blocks(a, task, finish_panel);
+#ifdef PENSTOCK_TILES
+  if (is_tiled(a.format, task.last_row - task.first_row))
+    return a.format == Format::BF16 ? sum_tiled<true>(a, task, finish_panel)
+                                    : sum_tiled<false>(a, task, finish_panel);
+#endif
 #ifdef PENSTOCK_EXPANDS
   if (is_expanded(a.format, task.last_row - task.first_row, task.last_panel - task.first_panel))
     return multiply_expanded(a, task);
