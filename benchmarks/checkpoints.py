@@ -178,6 +178,8 @@ DEEPSEEK = Shape(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
 )
+# The same with the low rank of DeepSeek-V2's queries: without one llama.cpp takes 26 or 27 layers only.
+DEEPSEEK_LOW_RANK = Shape("DeepseekV2", {**DEEPSEEK.fields, "q_lora_rank": 1536})
 # Gemma 4 E2B with a quarter of its vocabulary: whole, the embeddings of its layers alone take 4.7 GB.
 GEMMA4 = Shape(
     "Gemma4Text",
@@ -232,6 +234,7 @@ SHAPES = {
     "qwen3-30b-a3b-4l": QWEN_MOE,
     "qwen3.5-0.8b": QWEN3_5,
     "deepseek-v2-lite-4l": DEEPSEEK,
+    "deepseek-v2-4l": DEEPSEEK_LOW_RANK,
     "gemma-4-e2b": GEMMA4,
     "gpt-oss-20b-4l": GPT_OSS,
 }

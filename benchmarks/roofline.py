@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -29,6 +30,10 @@ from benchmarks.cells import Workload
 
 GIB = 1 << 30
 ROWS, OUT, IN = 256, 9728, 1792
+# Types with layers that the sizes of a config.json do not tell of.
+_OTHER_LAYERS = frozenset({"qwen3_5_text", "deepseek_v2", "gemma4_text", "gpt_oss"})
+# Parts of names of tensors that no row is multiplied with in a layer.
+_NOT_MULTIPLIED = ("embed_tokens", "lm_head", "conv1d")
 BYTES_PER_WEIGHT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
@@ -58,17 +63,25 @@ class Model:
 
     @classmethod
     def read(cls, folder: Path) -> Model:
-        """Read config.json (Llama, Qwen2 and kin). Of a mixture of experts only those of one row count."""
+        """Read config.json (Llama, Qwen2 and kin). Of a mixture of experts only those of one row count. Of layers of
+        other kinds the numbers are counted in the files."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
+        vocab = config["vocab_size"]
+        if config.get("model_type") in _OTHER_LAYERS:
+            kinds = config.get("layer_types") or ["full_attention"] * layers
+            attending = sum(kind != "linear_attention" for kind in kinds)
+            if (rank := config.get("kv_lora_rank")) is not None:
+                # Keys and values of a token are one row together.
+                kv_heads, head_dim = 1, (rank + config["qk_rope_head_dim"]) // 2
+            return cls(_counted(folder, config), vocab * hidden, attending, heads, kv_heads, head_dim, vocab)
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
         inner = config["intermediate_size"]
         if experts := config.get("num_experts_per_tok"):
             inner = experts * (config.get("moe_intermediate_size") or inner)
         mlp = 3 * hidden * inner
-        vocab = config["vocab_size"]
         return cls(layers * (attention + mlp), vocab * hidden, layers, heads, kv_heads, head_dim, vocab)
 
     @property
@@ -86,6 +99,22 @@ class Model:
         values."""
         pairs = rows * before + rows * (rows + 1) / 2
         return 4.0 * self.layers * self.heads * self.head_dim * pairs
+
+
+def _counted(folder: Path, config: dict[str, Any]) -> int:
+    """Return the numbers of the layers' matrices that a row is multiplied with."""
+    experts = next((config[name] for name in ("n_routed_experts", "num_local_experts") if config.get(name)), 0)
+    total = 0.0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, one in header.items():
+            shape = one.get("shape", ())
+            if len(shape) < 2 or any(part in name for part in _NOT_MULTIPLIED):
+                continue
+            chosen = config["num_experts_per_tok"] / experts if ".experts." in name and experts else 1.0
+            total += chosen * math.prod(shape)
+    return round(total)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
+from factories.models.model_types import reference_of, tiny_model_type
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -79,6 +80,23 @@ def test_the_ideal_computes_a_common_prefix_once() -> None:
     apart = ideal(Workload("X", "", ((100, 1),) * 4), MODEL, machine, "bf16")
     shared = ideal(Workload("X", "", ((100, 1),) * 4, common=90), MODEL, machine, "bf16")
     assert shared.prefill < 0.4 * apart.prefill
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v2", "gemma4_text", "gpt_oss"])
+def test_numbers_of_other_layers_are_counted_in_the_files(tmp_path: Path, model_type: str) -> None:
+    folder = tiny_model_type(tmp_path, model_type)
+    config, model = json.loads((folder / "config.json").read_text()), Model.read(folder)
+    # Half of the tiny models' experts are chosen.
+    parameters = reference_of(folder).named_parameters()
+    layers = [
+        (name, one.numel()) for name, one in parameters if one.dim() > 1 and not name.startswith(("model.emb", "lm_"))
+    ]
+    per_row = sum(count // 2 if ".experts." in name else count for name, count in layers if "conv1d" not in name)
+    assert (model.body, model.head) == (per_row, config["vocab_size"] * config["hidden_size"])
+    if model_type == "qwen3_5_text":
+        assert model.layers == config["layer_types"].count("full_attention") < config["num_hidden_layers"]
+    if model_type == "deepseek_v2":
+        assert model.kv_bytes == 2 * model.layers * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
 
 
 def test_ratios_are_taken_within_a_round_against_the_best_other_engine() -> None:
