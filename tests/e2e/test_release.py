@@ -45,7 +45,7 @@ MISSING = {
     "serve generation": "generation",
     "serve gateway": "gateway",
     "demo": "all",
-    "infer --data-file x": "all",
+    "infer --data-file DATA": "all",
     "inspect": "all",
     "pack MODEL out": "generation",
     "quantize MODEL out": "fallback",
@@ -288,9 +288,12 @@ def test_the_plain_package_has_the_command_line_and_no_service(plain: FreshEnvir
 
 
 @pytest.mark.parametrize("command", list(MISSING))
-def test_what_is_missing_is_named_with_its_extra(plain: FreshEnvironment, command: str) -> None:
+def test_what_is_missing_is_named_with_its_extra(plain: FreshEnvironment, tmp_path: Path, command: str) -> None:
     (model,) = plain.folder.glob("lib/python*/site-packages/penstock/assets/demo")
-    done = plain.run("penstock", *(str(model) if word == "MODEL" else word for word in command.split()))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a"}\n')
+    there = {"MODEL": str(model), "DATA": str(data)}
+    done = plain.run("penstock", *(there.get(word, word) for word in command.split()))
     assert done.returncode == 2, done.stdout + done.stderr
     assert f"pip install 'penstock[{MISSING[command]}]'" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
