@@ -82,9 +82,11 @@ class Fields:
         return [name for name, value in self._body.items() if name in names and value is not None]
 
     def take_any(self, names: frozenset[str]) -> bool:
-        """Take all of these seldom fields; True if the body has one, and its value is to be read."""
+        """Take all of these seldom fields, unless the body has one: then True, and each is taken when it is read."""
+        if not names.isdisjoint(self._body):
+            return True
         self._taken |= names
-        return not names.isdisjoint(self._body)
+        return False
 
     def raw(self, name: str) -> Any:
         """Take a field unchanged; None if it is absent or null."""

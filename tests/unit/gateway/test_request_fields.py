@@ -9,6 +9,7 @@ from penstock.common.errors import InvalidArgument
 from penstock.compat.option_names import ALIASES
 from penstock.gateway.chat import chat_completions
 from penstock.gateway.chat_history import messages_of
+from penstock.gateway.chat_tools import take_tools
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.request_fields import Fields, checked, options_of, token_lists, tools_of
@@ -193,6 +194,15 @@ async def test_a_flag_of_a_wrong_type_and_an_answer_that_is_not_text_are_refused
     with pytest.raises(InvalidArgument) as caught:
         await chat_completions(call_with(messages=[{"role": "user", "content": "Hi"}], **body))
     assert caught.value.field == field
+
+
+def test_a_choice_of_tools_beside_functions_is_named_since_nothing_reads_it() -> None:
+    functions = [{"name": "get_weather", "parameters": {"type": "object"}}]
+    call = call_with(functions=functions, tool_choice="none")
+    fields = Fields(call)
+    take_tools(fields, call)
+    fields.done()
+    assert call.ignored == ["tool_choice"]
 
 
 def test_tools_are_functions() -> None:
