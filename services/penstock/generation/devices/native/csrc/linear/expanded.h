@@ -303,14 +303,6 @@ static void sum_units(const LinearArgs& a, const LinearTask& task, A add, F fini
   }
 }
 
-static void scale_int8(const LinearArgs& a, const LinearTask& task, int64_t panel,
-                       float (*block)[PANEL]) {
-  for (int64_t row = task.first_row; row < task.last_row; ++row, ++block)
-    for (int column = 0; column < PANEL; column += L)
-      store_all(*block + column,
-                scaled_int8(a, row, panel * PANEL + column, (vi)load(*block + column)));
-}
-
 static void scale_units(const LinearArgs& a, const LinearTask& task, int64_t panel,
                         float (*block)[PANEL]) {
   for (int column = 0; column < PANEL; column += L) {
@@ -330,7 +322,7 @@ static void sum_expanded(const LinearArgs& a, const LinearTask& task, F finish) 
       return sum_units<BF16Units>(a, task, add_units<BF16Units>, finish);
     case Format::INT8:
       return sum_units<INT8Units>(a, task, add_units<INT8Units>, [&](int64_t panel, auto block) {
-        scale_int8(a, task, panel, block);
+        scale_rows(a, task.first_row, task.last_row - task.first_row, panel, block);
         finish(panel, block);
       });
     default: {

@@ -67,5 +67,13 @@ static inline vf scaled_int8(const LinearArgs& a, int64_t row, int64_t column, v
   return value * splat(a.row_scale[row]) * load((const float*)a.column_scale + column);
 }
 
+// The same for the sums of rows and a panel, in their place.
+[[maybe_unused]] static void scale_rows(const LinearArgs& a, int64_t row, int64_t rows,
+                                        int64_t panel, float (*block)[PANEL]) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int v = 0; v < PANEL; v += L)
+      store_all(&block[r][v], scaled_int8(a, row + r, panel * PANEL + v, (vi)load(&block[r][v])));
+}
+
 }  // namespace NS
 }  // namespace penstock

@@ -99,13 +99,6 @@ static void add_block(const LinearArgs& a, int64_t row, int64_t rows, const char
     store_tile<SUM + 2>(lower, STRIDE), store_tile<SUM + 3>(&lower[0][TILE_WORDS], STRIDE);
 }
 
-static void scale_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel,
-                       float (*block)[PANEL]) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int v = 0; v < PANEL; v += L)
-      store_all(&block[r][v], scaled_int8(a, row + r, panel * PANEL + v, (vi)load(&block[r][v])));
-}
-
 // Calls `finish` with the rows of every panel and their results, (rows, PANEL).
 template <bool IS_BF16, typename F>
 static void sum_tiled(const LinearArgs& a, const LinearTask& task, F finish) {
