@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from penstock.common.errors import StartupError
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError
-from penstock.gateway.request_head import check_head, is_chunked, without_upgrade
+from penstock.gateway.request_head import check_head, has_body, is_chunked, without_upgrade
 from penstock.http2.listener import Listener, let_go
 from penstock.http2.metered_tls import meter, stop_metering
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
@@ -110,10 +111,17 @@ class HttpConnection(HttpToolsProtocol):
     everyone: Connections
     # Separate turns for some requests of strangers: for probes, and for those with a known token.
     goes_first: Callable[[Mapping[str, Any]], Turns | None]
+    # Status and JSON of a request that is answered without the application, else None.
+    answer_at_once: Callable[[Mapping[str, Any]], tuple[int, bytes] | None]
     # Called with the status of a request that reaches no handler.
     on_turned_away: Callable[[int], None]
+    # None until the connection is made.
+    _own: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._own is not None:
+            # asyncio, a turn after the listener.
+            return
         self._own = transport
         self.is_closing = False
         # See Stranger.
@@ -142,6 +150,8 @@ class HttpConnection(HttpToolsProtocol):
         self._is_lost = False
         # Request of a stranger that waits for its turn.
         self._delayed: tuple[RequestResponseCycle, Any] | None = None
+        # Answer for the end of the message being read.
+        self._ready: tuple[int, bytes] | None = None
         # Those that its last request took its turn from.
         self._turns = self.everyone.answers
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
@@ -156,6 +166,19 @@ class HttpConnection(HttpToolsProtocol):
             transport.max_size = _STRANGERS_READ_BYTES
         meter(transport, self._count_reading)
         self._await_head()
+        if own is not None and transport.get_extra_info("sslcontext") is None:
+            self._take_first(own)
+
+    def _take_first(self, own: Any) -> None:
+        """Take what came with the connection, as most requests do: asyncio would read it a turn of the loop later."""
+        try:
+            data = os.read(own.fileno(), _STRANGERS_READ_BYTES)
+        except OSError:
+            # Nothing has come yet; or the other end has cut it off, and asyncio is told so.
+            return
+        if data:
+            self.data_received(data)
+        # Else it has hung up. asyncio reads that once more.
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closing = self._is_lost = True
@@ -334,6 +357,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_within = False
         super().on_message_complete()
+        if self._ready is not None:
+            self._answer_ready()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.bounds.header_seconds, self.abort)
@@ -372,8 +397,29 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_delayed(self) -> None:
         delayed, self._delayed = self._delayed, None
-        if delayed is not None:
-            super()._start_asgi_task(*delayed)
+        if delayed is None:
+            return
+        cycle, app = delayed
+        # A reader that has stopped makes the application wait.
+        self._ready = None if self.flow.write_paused or has_body(self.headers) else self.answer_at_once(cycle.scope)
+        if self._ready is None:
+            super()._start_asgi_task(cycle, app)
+        elif not self._is_within:
+            self._answer_ready()
+
+    def _answer_ready(self) -> None:
+        """Answer the request in progress, which is whole, as uvicorn would for the application."""
+        ready, self._ready, cycle = self._ready, None, self._running
+        if ready is None or cycle is None:
+            return
+        status, body = ready
+        fields = b"content-length: %d\r\ncontent-type: application/json\r\n" % len(body)
+        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
+        cycle.response_started = cycle.response_complete = True
+        self._own.write(b"".join((STATUS_LINE[status], fields, end, body)))
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
 
     @property
     def _is_idle(self) -> bool:
@@ -530,10 +576,11 @@ class HttpServer:
         config: GatewayConfig,
         goes_first: Callable[[Mapping[str, Any]], Turns | None],
         *,
+        answer_at_once: Callable[[Mapping[str, Any]], tuple[int, bytes] | None],
         on_turned_away: Callable[[int], None],
         on_evicted: Callable[[], None],
     ) -> None:
-        """Make it. `goes_first`: see HttpConnection; it gets a request's scope.
+        """Make it. `goes_first`, `answer_at_once`: see HttpConnection; they get a request's scope.
 
         `on_turned_away` is called with the status of a request that does not reach the application, `on_evicted` when a
         connection has made room for others.
@@ -571,6 +618,7 @@ class HttpServer:
             "bounds": config,
             "everyone": self._everyone,
             "goes_first": staticmethod(goes_first),
+            "answer_at_once": staticmethod(answer_at_once),
             "on_turned_away": staticmethod(on_turned_away),
         }
         self._protocol = type("_Protocol", (HttpConnection,), parts)
@@ -600,6 +648,7 @@ class HttpServer:
                 config.header_seconds,
                 config.anonymous_connections,
                 most_handshakes_each=config.anonymous_connections_each,
+                begins_at_once=True,
             )
         except OSError as error:
             raise StartupError(f"cannot listen on {join_address(config.host, config.port)}", flag="--port") from error

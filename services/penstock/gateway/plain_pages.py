@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,6 +16,7 @@ from penstock.common.credentials import BearerTokens
 from penstock.common.errors import PenstockError
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id
 from penstock.gateway.answers import dumps
+from penstock.gateway.exposition import exposition
 from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError, no_route, status_of
 from penstock.gateway.known_paths import meant, methods_of
 from penstock.gateway.metrics import GatewayMetrics
@@ -25,6 +25,10 @@ from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.request_log import log_request
 
 _JSON = "application/json"
+# Paths of probes; the last two as on the metrics port of the other processes.
+_ALIVE = "/healthz"
+PROBES = ("/health", _ALIVE, "/readyz")
+_OK, _UNAVAILABLE = dumps({"status": "ok"}), dumps({"status": "unavailable"})
 
 
 class PlainPages:
@@ -49,10 +53,7 @@ class PlainPages:
     def routes(self) -> list[Route]:
         """Return the routes of all pages."""
         pages: dict[str, Any] = {
-            "/health": self._answer_health,
-            # As on the metrics port of the other processes.
-            "/healthz": self._answer_alive,
-            "/readyz": self._answer_health,
+            **dict.fromkeys(PROBES, self._answer_probe),
             "/version": self._answer_version,
             "/openapi.json": self._answer_openapi,
             "/metrics": self._answer_metrics,
@@ -63,12 +64,17 @@ class PlainPages:
         """Return the answers to requests that no route takes, by status."""
         return {404: self._no_route, 405: self._no_method}
 
-    async def _answer_health(self, request: Request) -> Response:
-        """Answer 200 while the gateway takes requests, else 503."""
-        return _json({"status": "ok"}, 200) if self._is_up() else _json({"status": "unavailable"}, 503)
+    def answer_at_once(self, scope: Mapping[str, Any]) -> tuple[int, bytes] | None:
+        """Return status and JSON of a probe's request by its ASGI scope; None for any other request."""
+        return self._probed(scope["path"]) if scope["method"] == "GET" and scope["path"] in PROBES else None
 
-    async def _answer_alive(self, request: Request) -> Response:
-        return _json({"status": "ok"}, 200)
+    def _probed(self, path: str) -> tuple[int, bytes]:
+        """200 while the gateway takes requests, else 503; for _ALIVE while it answers at all."""
+        return (200, _OK) if path == _ALIVE or self._is_up() else (503, _UNAVAILABLE)
+
+    async def _answer_probe(self, request: Request) -> Response:
+        status, body = self._probed(request.url.path)
+        return Response(body, status, media_type=_JSON)
 
     async def _answer_version(self, request: Request) -> Response:
         return _json({"version": __version__}, 200)
@@ -85,8 +91,8 @@ class PlainPages:
         host = request.headers.get("host", "").encode("latin-1")
         if self._tokens is None and not self._hosts.accepts(host):
             return Response(OPENAI_ERRORS.body(foreign_host(), {}), 421, media_type=_JSON)
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._registry), headers={"content-type": content_type})
+        text, content_type = await exposition(self._registry, request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     async def _no_route(self, request: Request, _: Exception) -> Response:
         return self._refusal(request, no_route(meant(request.url.path, request.app.routes)))

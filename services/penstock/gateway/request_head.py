@@ -64,6 +64,11 @@ def check_head(version: str, headers: Iterable[tuple[bytes, bytes]]) -> HttpErro
     return HttpError(400, wrong, reason="MALFORMED_REQUEST") if wrong else None
 
 
+def has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """True where a head says that a body follows. Names are in lower case."""
+    return any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+
+
 def is_chunked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """True for a body in chunks, by the fields of a valid head."""
     return b"transfer-encoding" in dict(headers)

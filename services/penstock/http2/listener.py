@@ -20,6 +20,8 @@ from penstock.http2.strangers import network_of_peer
 _BACKLOG = 1024
 # Connections accepted in one turn of the event loop, since live streams need their turn, too.
 _PER_TURN = 16
+# The same in seconds, for protocols that begin their work at once.
+_TURN_SECONDS = 0.0005
 # First and longest wait for descriptors or memory; waits double up to this.
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 # Bytes that a TLS connection reads at once: one record.
@@ -51,11 +53,14 @@ class Listener:
         handshake_seconds: float,
         most_handshakes: int,
         most_handshakes_each: int | None = None,
+        begins_at_once: bool = False,
     ) -> None:
         """Make it from a bound socket, which it owns from now on.
 
         `handshake_seconds`: time for TLS. With more than `most_handshakes` at once the oldest is given up; with more
         than `most_handshakes_each` from one network (`network_of`; None: no limit), the oldest of that network.
+        `begins_at_once`: without TLS, protocols are told of their connection in the turn that accepts it, and again by
+        asyncio in the next one.
         """
         self._socket = sock
         self._make_protocol = make_protocol
@@ -65,6 +70,7 @@ class Listener:
         # asyncio's own servers call the same: without TLS there is nothing to wait for, and a task would add a turn of
         # the loop.
         self._begin_plain = getattr(self._loop, "_make_socket_transport", None) if tls is None else None
+        self._begins_at_once = begins_at_once
         self._most_handshakes = most_handshakes
         self._most_handshakes_each = most_handshakes if most_handshakes_each is None else most_handshakes_each
         # Handshakes with their networks, and those of each network; the oldest first.
@@ -85,6 +91,7 @@ class Listener:
         *,
         most_handshakes_each: int | None = None,
         shares_port: bool = False,
+        begins_at_once: bool = False,
     ) -> tuple[list[Listener], int]:
         """Bind all addresses of a host; return a listener for each, and the port. Raises OSError.
 
@@ -102,7 +109,7 @@ class Listener:
             where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
         # asyncio finds the addresses and binds the sockets; it never listens on them itself.
         server = await loop.create_server(make_protocol, start_serving=False, **where)
-        bounds = (handshake_seconds, most_handshakes, most_handshakes_each)
+        bounds = (handshake_seconds, most_handshakes, most_handshakes_each, begins_at_once)
         made = [Listener(one.dup(), make_protocol, tls, *bounds) for one in server.sockets]
         bound = int(server.sockets[0].getsockname()[1])
         server.close()
@@ -123,7 +130,11 @@ class Listener:
 
     def _accept(self) -> None:
         # At most the number of handshakes: those that make room are from earlier turns, so their tasks have begun.
-        for _ in range(min(_PER_TURN, self._most_handshakes, self._most_handshakes_each)):
+        until = time.perf_counter() + _TURN_SECONDS
+        for number in range(min(_PER_TURN, self._most_handshakes, self._most_handshakes_each)):
+            if number and time.perf_counter() > until:
+                # The socket is ready in the next turn, too.
+                return
             try:
                 connection, peer = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -137,7 +148,10 @@ class Listener:
             connection.setblocking(False)
             if self._begin_plain is not None:
                 with contextlib.suppress(OSError):
-                    self._begin_plain(connection, self._make_protocol())
+                    protocol = self._make_protocol()
+                    transport = self._begin_plain(connection, protocol)
+                    if self._begins_at_once:
+                        protocol.connection_made(transport)
                 continue
             task = self._loop.create_task(self._open(connection))
             if self._tls is not None:
