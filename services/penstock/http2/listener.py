@@ -39,6 +39,13 @@ def let_go(transport: Any) -> None:
         transport._read_ready_cb = None
 
 
+def _read_first(tls: Any) -> None:
+    """Read what came with a connection, which mostly is the begin of its handshake: asyncio would a turn later."""
+    own = getattr(getattr(tls, "_ssl_protocol", None), "_transport", None)
+    if own is not None and hasattr(own, "_read_ready"):
+        own._read_ready()
+
+
 class Listener:
     """One socket and the connections that it accepts. Belongs to one event loop.
 
@@ -67,15 +74,16 @@ class Listener:
         self._tls = tls
         self._handshake_seconds = handshake_seconds if tls is not None else None
         self._loop = asyncio.get_running_loop()
-        # asyncio's own servers call the same: without TLS there is nothing to wait for, and a task would add a turn of
-        # the loop.
+        # asyncio's own servers call the same, from a task: it adds turns of the loop to the way to the first byte.
         self._begin_plain = getattr(self._loop, "_make_socket_transport", None) if tls is None else None
+        self._begin_tls = getattr(self._loop, "_make_ssl_transport", None) if tls is not None else None
         self._begins_at_once = begins_at_once
         self._most_handshakes = most_handshakes
         self._most_handshakes_each = most_handshakes if most_handshakes_each is None else most_handshakes_each
-        # Handshakes with their networks, and those of each network; the oldest first.
-        self._opening: dict[asyncio.Task[None], str] = {}
-        self._opening_of: dict[str, dict[asyncio.Task[None], None]] = {}
+        # The ends of handshakes, with their networks and what gives them up, and those of each network; the oldest
+        # first.
+        self._opening: dict[asyncio.Future[None], tuple[str, Callable[[], object]]] = {}
+        self._opening_of: dict[str, dict[asyncio.Future[None], None]] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._wait = _FIRST_WAIT
         self._told_at = -_LOG_SECONDS
@@ -153,26 +161,45 @@ class Listener:
                     if self._begins_at_once:
                         protocol.connection_made(transport)
                 continue
+            network = network_of_peer(peer) if self._tls is not None else ""
+            if self._begin_tls is not None:
+                with contextlib.suppress(OSError):
+                    self._open_tls(connection, network)
+                continue
             task = self._loop.create_task(self._open(connection))
-            if self._tls is not None:
-                self._begin_handshake(task, network_of_peer(peer))
-            else:
-                self._opening[task] = ""
-                task.add_done_callback(self._opened)
+            self._note_opening(task, network, task.cancel)
 
-    def _begin_handshake(self, task: asyncio.Task[None], network: str) -> None:
+    def _note_opening(self, end: asyncio.Future[None], network: str, give_up: Callable[[], object]) -> None:
         mates = self._opening_of.setdefault(network, {})
-        self._opening[task] = network
-        mates[task] = None
-        task.add_done_callback(self._opened)
+        self._opening[end] = network, give_up
+        mates[end] = None
+        end.add_done_callback(self._opened)
+        if self._tls is None:
+            return
         if len(mates) > self._most_handshakes_each:
             self._give_up(next(iter(mates)))
         elif len(self._opening) > self._most_handshakes:
             self._give_up(next(iter(self._opening)))
 
-    def _give_up(self, oldest: asyncio.Task[None]) -> None:
-        self._opened(oldest)
-        oldest.cancel()
+    def _give_up(self, oldest: asyncio.Future[None]) -> None:
+        _, give_up = self._opening[oldest]
+        self._forget(oldest)
+        give_up()
+
+    def _open_tls(self, connection: socket.socket, network: str) -> None:
+        end: asyncio.Future[None] = self._loop.create_future()
+        begin: Any = self._begin_tls
+        transport = begin(
+            connection,
+            self._make_protocol(),
+            self._tls,
+            end,
+            server_side=True,
+            ssl_handshake_timeout=self._handshake_seconds,
+        )
+        self._note_opening(end, network, transport.abort)
+        # Behind the turn's calls of asyncio that begin the handshake.
+        self._loop.call_soon(_read_first, transport)
 
     async def _open(self, connection: socket.socket) -> None:
         try:
@@ -184,11 +211,17 @@ class Listener:
             # the connection (35 KiB): only a garbage collection would free that, and nothing the hole in the heap.
             error.__traceback__ = None
 
-    def _opened(self, task: asyncio.Task[None]) -> None:
-        network = self._opening.pop(task, None)
-        if network is None or (mates := self._opening_of.get(network)) is None:
+    def _opened(self, end: asyncio.Future[None]) -> None:
+        self._forget(end)
+        if not end.cancelled() and (error := end.exception()) is not None:
+            # See `_open`.
+            error.__traceback__ = None
+
+    def _forget(self, end: asyncio.Future[None]) -> None:
+        network, _ = self._opening.pop(end, ("", None))
+        if (mates := self._opening_of.get(network)) is None or end not in mates:
             return
-        del mates[task]
+        del mates[end]
         if not mates:
             del self._opening_of[network]
 

@@ -275,7 +275,7 @@ async def _main() -> None:
     parser.add_argument("--token", default="", help="for the tricks that need one")
     parser.add_argument("--source", help="address to connect from")
     arguments = parser.parse_args()
-    os.nice(19)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     attacker = HttpAttacker(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import ssl
 from asyncio import sslproto
 
@@ -55,6 +56,48 @@ async def test_a_connection_without_tls_needs_no_task() -> None:
         listener.close()
         for _, writer in opened:
             writer.transport.abort()
+
+
+async def test_a_handshake_needs_no_task() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (listener,), port = await Listener.bind(HERE, 0, asyncio.Protocol, tls, 60.0, 64)
+    tasks = asyncio.all_tasks()
+    listener.start()
+    opened = [await asyncio.open_connection(HERE, port) for _ in range(20)]
+    try:
+        await until(lambda: len(listener._opening) == len(opened))
+        assert asyncio.all_tasks() == tasks
+    finally:
+        listener.close()
+        for _, writer in opened:
+            writer.transport.abort()
+        await until(lambda: not listener._opening)
+
+
+async def test_protocols_that_begin_at_once_know_their_connection_in_the_turn_that_accepts_it() -> None:
+    told: list[int] = []
+    turns = 0
+
+    class Told(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            told.append(turns)
+
+    (listener,), port = await Listener.bind(HERE, 0, Told, None, 60.0, 64, begins_at_once=True)
+    listener.start()
+    caller = socket.create_connection((HERE, port))
+    try:
+        while not told:
+            turns += 1
+            await asyncio.sleep(0)
+        accepted = turns
+        while len(told) < 2:
+            turns += 1
+            await asyncio.sleep(0)
+        # asyncio tells it again.
+        assert told == [accepted, accepted + 1]
+    finally:
+        listener.close()
+        caller.close()
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"], ids=["half a record", "no TLS"])
