@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ def meant(path: str, routes: Sequence[BaseRoute]) -> str | None:
     if not core:
         return None
     for route in routes:
-        if isinstance(route, Route) and _is_alike(core, _core(route.path)):
+        if isinstance(route, Route) and _is_alike(core, _core_of_route(route.path)):
             return _shown(route.path)
     return None
 
@@ -37,6 +38,10 @@ def _core(path: str) -> list[str]:
     while parts and parts[0] in _PREFIXES:
         parts.pop(0)
     return parts
+
+
+# Of the routes' own paths alone, which are few.
+_core_of_route = functools.cache(_core)
 
 
 def _is_alike(asked: list[str], known: list[str]) -> bool:
