@@ -2,9 +2,10 @@
 
     cd tests; python -m factories.wire.http_attacker 127.0.0.1:8000 --trick trailers --seconds 10
 
-It takes only what is left of the processor (SCHED_IDLE), and no more than `--mib-per-second` and
-`--attempts-per-second` say: what it costs others is then the work that it makes for the server. Servers on loopback alone are attacked. In the
-end it prints one line of JSON: connections, bytes, statuses that it saw, and its own seconds of processor.
+It takes only what is left of the processor (SCHED_IDLE), and no more than `--mib-per-second` and `--attempts-per-
+second` say: what it costs others is then the work that it makes for the server. Servers on loopback alone are
+attacked. In the end it prints one line of JSON: connections, bytes, statuses that it saw, and its own seconds of
+processor.
 """
 
 from __future__ import annotations
