@@ -24,6 +24,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError
 from penstock.gateway.request_head import check_head, has_body, is_chunked, without_upgrade
+from penstock.gateway.time_limit import Awaited, TimeLimit
 from penstock.http2.listener import Listener, let_go
 from penstock.http2.metered_tls import meter, stop_metering
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
@@ -141,7 +142,7 @@ class HttpConnection(HttpToolsProtocol):
         self._fault: HttpError | None = None
         # Bytes dropped after an answer that did not wait for the whole request.
         self._lingered_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._limit = TimeLimit(self.loop)
         # Request in progress, or the last one; `cycle` is the newest one.
         self._running: RequestResponseCycle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -165,7 +166,7 @@ class HttpConnection(HttpToolsProtocol):
         if hasattr(transport, "max_size"):
             transport.max_size = _STRANGERS_READ_BYTES
         meter(transport, self._count_reading)
-        self._await_head()
+        self._watch()
         if own is not None and transport.get_extra_info("sslcontext") is None:
             self._take_first(own)
 
@@ -192,13 +193,12 @@ class HttpConnection(HttpToolsProtocol):
         for cycle in (running, self.cycle):
             if cycle is not None:
                 cycle.body = bytearray()
-        self._head_is_whole()
+        self._limit.stop()
         self.resume_writing()
         self.everyone.discard(self)
         # Its traceback has this connection.
         self._fault = None
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
         # Free all that it holds at once, not at the next garbage collection. uvicorn uses none of it again.
         self.pipeline.clear()
         self._held, self.url, self.headers = b"", b"", []
@@ -252,6 +252,7 @@ class HttpConnection(HttpToolsProtocol):
         """Parse received bytes for a slice of time: the loop's other connections have their turns between slices."""
         begin = time.thread_time() if self.is_stranger else 0.0
         rest = self._parse(data, time.perf_counter() + SLICE_SECONDS)
+        self._watch()
         if begin:
             self.everyone.strangers.spend(self, time.thread_time() - begin)
         if rest and not self.is_closing:
@@ -269,14 +270,8 @@ class HttpConnection(HttpToolsProtocol):
             is_body = self._has_head and self._is_within
             part = data[at : at + (self._body_slice_bytes if is_body else _SLICE_BYTES)]
             at += len(part)
-            begins_head = self._head_timer is None and not self._is_within and self._is_idle
-            if begins_head:
-                self._has_head = False
             self._framing_bytes += len(part)
             self._feed(part)
-            if begins_head and not self._has_head and self._is_idle and not self.is_closing:
-                # Not for a head that comes at once, as most do.
-                self._await_head()
             if self._framing_bytes > self.bounds.max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes:
                 most = self.bounds.max_header_bytes
                 self._turn_away(
@@ -289,7 +284,6 @@ class HttpConnection(HttpToolsProtocol):
         return b""
 
     def _feed(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         try:
             while data:
                 part, data = (data, b"") if self._has_head and self._is_within else without_upgrade(data)
@@ -338,7 +332,6 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._head_is_whole()
         self._has_head = True
         self._fault = check_head(self.parser.get_http_version(), self.headers)
         if self._fault is not None:
@@ -352,21 +345,32 @@ class HttpConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         self._framing_bytes -= len(body)
+        if self._body_bytes > self.bounds.max_body_bytes and self.cycle.response_complete:
+            # Of all others a handler counts the bytes.
+            self.close()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_within = False
         super().on_message_complete()
-        if self._ready is not None:
+        if self._ready is not None and self._running is self.cycle:
             self._answer_ready()
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.bounds.header_seconds, self.abort)
+    def _watch(self) -> None:
+        """Limit the time of what the other end owes. It owes nothing while an answer is under way.
 
-    def _head_is_whole(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        Called behind whatever may change that: received bytes, and the end of an answer.
+        """
+        if self.transport.is_closing():
+            return
+        if not self._is_idle:
+            self._limit.stop()
+        elif not self._is_within and self.cycle is not None:
+            self._limit.wait(Awaited.REQUEST, self.bounds.idle_seconds, self.close)
+        elif not self._has_head:
+            self._limit.wait(Awaited.HEAD, self.bounds.header_seconds, self.abort)
+        else:
+            self._limit.wait(Awaited.BODY, self.bounds.body_seconds, self.abort)
 
     # Answering.
 
@@ -401,14 +405,15 @@ class HttpConnection(HttpToolsProtocol):
             return
         cycle, app = delayed
         # A reader that has stopped makes the application wait.
-        self._ready = None if self.flow.write_paused or has_body(self.headers) else self.answer_at_once(cycle.scope)
+        is_plain = not self.flow.write_paused and not has_body(cycle.scope["headers"])
+        self._ready = self.answer_at_once(cycle.scope) if is_plain else None
         if self._ready is None:
             super()._start_asgi_task(cycle, app)
-        elif not self._is_within:
+        elif not cycle.more_body:
             self._answer_ready()
 
     def _answer_ready(self) -> None:
-        """Answer the request in progress, which is whole, as uvicorn would for the application."""
+        """Answer the request in progress, which has come whole, as uvicorn would for the application."""
         ready, self._ready, cycle = self._ready, None, self._running
         if ready is None or cycle is None:
             return
@@ -510,6 +515,9 @@ class HttpConnection(HttpToolsProtocol):
             # The answer to a HEAD has no body.
             self.transport.release()
         super().on_response_complete()
+        # uvicorn's limit for the next request: any byte would end it.
+        self._unset_keepalive_if_required()
+        self._watch()
         if not self.is_stranger and not self.pipeline:
             self.everyone.end_work(self)
 
@@ -519,7 +527,6 @@ class HttpConnection(HttpToolsProtocol):
             # An answer is under way: a second one would become a part of it.
             self.abort()
             return
-        self._head_is_whole()
         body = OPENAI_ERRORS.body(error, {})
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._own.write(STATUS_LINE[error.status] + head + body)
@@ -535,6 +542,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         self.is_closing = True
         if not self._is_within:
+            self._await_end()
             self._own.close()
             return
         if self._own.can_write_eof():
@@ -546,7 +554,15 @@ class HttpConnection(HttpToolsProtocol):
                 return
         self.flow.resume_reading()
         self._own.resume_reading()
-        self.loop.call_later(_LINGER_SECONDS, self._own.abort)
+        self._limit.wait(Awaited.END, _LINGER_SECONDS, self._own.abort)
+
+    def eof_received(self) -> None:
+        # asyncio closes it once all is sent.
+        self._await_end()
+
+    def _await_end(self) -> None:
+        """Cut it off later: what is left to send may be too little for `pause_writing`, and nobody may take it."""
+        self._limit.wait(Awaited.END, _STALL_FACTOR * self.bounds.stalled_reader_seconds, self._own.abort)
 
     def abort(self) -> None:
         """Cut it off, with all unsent bytes."""
@@ -601,7 +617,6 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            timeout_keep_alive=max(1, round(config.idle_seconds)),
         )
         self._config.load()
         self._state = ServerState()
