@@ -432,3 +432,26 @@ async def test_what_an_engine_refuses_as_too_late_makes_the_router_stricter() ->
         assert seen
         await failure(router.stub.Generate(generate(), timeout=60.0))
         assert len(one.submitted) == seen + 1
+
+
+async def test_one_tenants_deadlines_take_nothing_from_those_of_others(tmp_path: Path) -> None:
+    """A tenant that asks for what no engine ends in time has the router strict with itself alone."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("its\nother\n")
+    its, other = ((("authorization", f"Bearer {token}"),) for token in ("its", "other"))
+    late = ResourceExhausted("too late", reason="OVERLOADED", retry_after_seconds=1.0)
+    # Nine seconds for each request.
+    slow = _ten_busy_seconds()
+    slow.step_seconds = slow.full_step_seconds = slow.least_step_seconds = 1.0
+    del slow.waiting[:]
+    async with backend(pace=slow, refuse=late) as one, running_router(one, auth_token_file=tokens) as router:
+        seen = -1
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(one.submitted) > seen:
+                seen = len(one.submitted)
+                _, error = await failure(router.stub.Generate(generate(), timeout=12.0, metadata=its))
+                assert error.reason == "OVERLOADED"
+        assert seen
+        one.refuse = None
+        await collect(router.stub.Generate(generate(), timeout=12.0, metadata=other))
+        assert len(one.submitted) == seen + 1

@@ -29,13 +29,15 @@ class Forecast:
     admission); backends report what waits there, and know what was sent to them since.
 
     An engine's figures change from one step to the next. Under overload those requests pass that came at a good moment,
-    and the engine refuses them at the next. So the router becomes stricter while engines refuse.
+    and the engine refuses them at the next. So the router becomes stricter with a tenant while engines refuse its
+    requests. Not with the others: a tenant chooses its deadlines, so it could have any number refused.
     """
 
     def __init__(self, pool: BackendPool, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
         self._clock = clock
-        self._share, self._share_at = _MOST_SHARE, clock()
+        # Of tenants with refusals, the last one at the end: the share of deadlines that counted then, and the time.
+        self._shares: dict[str, tuple[float, float]] = {}
         self._retry_after = config.retry_after_seconds
         # Model -> tenant -> tokens.
         self._coming: dict[str, dict[str, float]] = {}
@@ -54,7 +56,7 @@ class Forecast:
 
     def check(self, model: str, demand: Demand, left: float) -> None:
         """Check that some backend would end a request in time. Raises ResourceExhausted OVERLOADED."""
-        counted = self._share_now() * left
+        counted = self._share_of(demand.tenant) * left
         # Not one that is ejected: nothing is sent there.
         backends = self._pool.usable(model)
         late = float("inf") if backends else 0.0
@@ -75,19 +77,23 @@ class Forecast:
                 retry_after_seconds=max(late, self._retry_after),
             )
 
-    def note_refused(self) -> None:
-        """Note that an engine refused a request, since it would end too late, that passed here."""
-        now = self._clock()
-        if self._share == _MOST_SHARE or now - self._share_at >= _MOMENT_SECONDS:
-            self._share, self._share_at = max(self._share_now() - _STEP, _LEAST_SHARE), now
+    def note_refused(self, tenant: str) -> None:
+        """Note that an engine refused a request of `tenant`, since it would end too late, that passed here."""
+        now, share = self._clock(), self._share_of(tenant)
+        if tenant in self._shares and now - self._shares[tenant][1] < _MOMENT_SECONDS:
+            return
+        self._shares.pop(tenant, None)
+        self._shares[tenant] = max(share - _STEP, _LEAST_SHARE), now
+        # Those that were refused so long ago that it counts no more.
+        while self._share_of(first := next(iter(self._shares))) == _MOST_SHARE:
+            del self._shares[first]
 
-    def _share_now(self) -> float:
-        if self._share == _MOST_SHARE:
+    def _share_of(self, tenant: str) -> float:
+        found = self._shares.get(tenant)
+        if found is None:
             return _MOST_SHARE
-        share = self._share + _BACK_PER_SECOND * (self._clock() - self._share_at)
-        if share >= _MOST_SHARE:
-            self._share = share = _MOST_SHARE
-        return share
+        share, at = found
+        return min(share + _BACK_PER_SECOND * (self._clock() - at), _MOST_SHARE)
 
     def tokens(self, model: str, demand: Demand) -> float:
         """Tokens to expect of a request."""

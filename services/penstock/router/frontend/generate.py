@@ -286,8 +286,8 @@ class _StreamedCall:
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
         except ResourceExhausted as error:
-            if error.reason == OVERLOADED:
-                parts.forecast.note_refused()
+            if error.reason == OVERLOADED and state.spec.demand is not None:
+                parts.forecast.note_refused(state.spec.demand.tenant)
             raise
         except InvalidArgument as error:
             # Neither raised from that error, which it may be, nor through a variable: both make reference cycles that

@@ -113,17 +113,42 @@ def test_while_engines_refuse_what_passed_the_router_is_stricter() -> None:
     clock = Clock()
     gate = forecast(BUSY, clock=clock)
     assert passes(gate, 3.5)
-    gate.note_refused()
+    gate.note_refused(SMALL.tenant)
     assert not passes(gate, 3.5)
     assert passes(gate, 3.6)
     # The engine's refusals at one moment have one cause.
-    gate.note_refused()
+    gate.note_refused(SMALL.tenant)
     assert passes(gate, 3.6)
     for _ in range(100):
         clock.now += 0.2
-        gate.note_refused()
+        gate.note_refused(SMALL.tenant)
     assert not passes(gate, 5.3)
     assert passes(gate, 5.6)
+
+
+def test_one_tenants_refusals_make_the_router_no_stricter_with_others() -> None:
+    """A tenant chooses its deadlines: those at the edge of a forecast are refused as often as it likes."""
+    clock = Clock()
+    gate = forecast(BUSY, clock=clock)
+    # 0.4 s of turns, and 11 steps.
+    other = Demand("b", 10, 10)
+    for _ in range(100):
+        clock.now += 0.2
+        gate.note_refused(SMALL.tenant)
+    assert not passes(gate, 5.3)
+    gate.expect("m", other, 0.55)()
+    with pytest.raises(ResourceExhausted):
+        gate.expect("m", other, 0.5)
+
+
+def test_tenants_are_forgotten_once_their_refusals_count_no_more() -> None:
+    clock = Clock()
+    gate = forecast(BUSY, clock=clock)
+    for number in range(1000):
+        clock.now += 0.2
+        gate.note_refused(str(number))
+    # Each counts for two seconds.
+    assert len(gate._shares) <= 11
 
 
 def test_once_engines_refuse_no_more_the_router_is_as_before() -> None:
@@ -131,7 +156,7 @@ def test_once_engines_refuse_no_more_the_router_is_as_before() -> None:
     gate = forecast(BUSY, clock=clock)
     for _ in range(5):
         clock.now += 0.2
-        gate.note_refused()
+        gate.note_refused(SMALL.tenant)
     clock.now += 4.0
     assert not passes(gate, 3.5)
     clock.now += 7.0
