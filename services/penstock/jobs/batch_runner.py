@@ -31,6 +31,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 15.0
 _MOST_LOSSES, _MOST_REMEMBERED = 5, 4096
 # Renewals of a lease within its life, and polls between two searches for what is too old.
 _RENEWALS, _SWEEP_POLLS = 3, 60
+# Polls that a runner without batches waits at most: each look that finds none doubles its wait.
+_MOST_IDLE_POLLS = 16
 # Lines that one transaction adds.
 _LINES_AT_ONCE = 256
 
@@ -91,6 +93,8 @@ class BatchRunner:
         # Times of time.monotonic(); 0: at once.
         self._next_poll = self._next_renewal = self._next_sweep = 0.0
         self._is_asked = False
+        # Polls until the next look, since the last looks found no batch; 0: there are some.
+        self._idle_polls = 0
         self._main: asyncio.Task[None] | None = None
         self._validation: asyncio.Task[None] | None = None
 
@@ -122,7 +126,8 @@ class BatchRunner:
             self._wake.clear()
             try:
                 await self._keep_house()
-                await self._take()
+                if not self._idle_polls:
+                    await self._take()
             except DatabaseFailed as error:
                 _log.error("the store of jobs failed", error=str(error))
             except Exception:
@@ -135,6 +140,8 @@ class BatchRunner:
     def _seconds_to_wait(self) -> float:
         """Seconds until the next look for work, if nothing wakes this runner before."""
         poll, is_full = self._options.job_poll_seconds, len(self._tasks) >= self._options.job_requests
+        if self._idle_polls:
+            return poll * self._idle_polls
         return poll if is_full or not self._has_more else min(poll, self._pace.wait_seconds())
 
     async def _keep_house(self) -> None:
@@ -143,16 +150,23 @@ class BatchRunner:
         if now < self._next_poll and not self._is_asked:
             return
         self._is_asked, self._next_poll = False, now + options.job_poll_seconds
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_POLLS * options.job_poll_seconds
+            await self._files.sweep()
+            await self._batches.sweep()
+        counts = await self._batches.counts()
+        self._show(counts)
+        if not counts.batches:
+            # One that is made here wakes this runner. Of another gateway's it has its lines some polls later.
+            self._idle_polls = min(max(2 * self._idle_polls, 1), _MOST_IDLE_POLLS)
+            self._pauses.clear()
+            return
+        self._idle_polls = 0
         if now >= self._next_renewal:
             self._next_renewal = now + options.job_lease_seconds / _RENEWALS
             await self._batches.renew(self._tasks.values(), self._holder)
         self._give_up(await self._batches.end_overdue())
         await self._validate_next()
-        if now >= self._next_sweep:
-            self._next_sweep = now + _SWEEP_POLLS * options.job_poll_seconds
-            await self._files.sweep()
-            await self._batches.sweep()
-        self._show(await self._batches.counts())
 
     def _give_up(self, ended: list[str]) -> None:
         for task, line in self._tasks.items():

@@ -81,7 +81,11 @@ class JobOptions:
         minimum=1.0,
     )
     job_poll_seconds: float = option(
-        1.0, "Interval at which a gateway looks for work and for batches that expired.", group=JOBS, minimum=0.01
+        1.0,
+        "Interval at which a gateway looks for work and for batches that expired. While there is no batch, it looks "
+        "ever less often, at last every 16th time; a batch that this gateway makes begins at once.",
+        group=JOBS,
+        minimum=0.01,
     )
 
     @property

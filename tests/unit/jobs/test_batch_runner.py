@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from factories.servers.router import until
@@ -15,7 +18,7 @@ from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import FileStore
 from penstock.jobs.job_database import open_job_database
 from penstock.jobs.job_options import JobOptions
-from penstock.jobs.job_records import BatchRecord, BatchState, TakenLine
+from penstock.jobs.job_records import BatchRecord, BatchState, JobCounts, TakenLine
 from penstock.jobs.start_pace import StartPace
 
 URL = "/v1/completions"
@@ -30,10 +33,13 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def ended_batch(
-    answer: Answerer, pace: StartPace | None = None
+    answer: Answerer, pace: StartPace | None = None, *, poll_seconds: float = 0.01, is_late: bool = False
 ) -> AsyncIterator[tuple[BatchRecord, Counter[str]]]:
-    """Run a batch of three lines to its end; yield it with the outcomes of its lines."""
-    options = JobOptions(job_poll_seconds=60.0 if pace else 0.01, job_requests=3 if pace else 1)
+    """Run a batch of three lines to its end; yield it with the outcomes of its lines.
+
+    `is_late`: the batch comes when the runner has looked, and found none.
+    """
+    options = JobOptions(job_poll_seconds=60.0 if pace else poll_seconds, job_requests=3 if pace else 1)
     database = open_job_database("temporary")
     await database.open()
     files = FileStore(database, options)
@@ -44,17 +50,20 @@ async def ended_batch(
     file = await files.begin("a")
     await files.append(file, 0, data)
     await files.finish(file, name="n", purpose="batch", seconds=None)
-    made = await batches.create("a", input_file=file.file_id, endpoint=URL, window="1h", seconds=3600.0, metadata={})
     outcomes: Counter[str] = Counter()
 
     def count(outcome: str) -> None:
         outcomes[outcome] += 1
 
-    pace = pace or StartPace(0.0, 0.0)
+    pace, looks = pace or StartPace(0.0, 0.0), list[JobCounts]()
     runner = BatchRunner(
-        files, batches, options, answer, max_line_bytes=1000, count=count, show=lambda _: None, pace=pace
+        files, batches, options, answer, max_line_bytes=1000, count=count, show=looks.append, pace=pace
     )
-    runner.start()
+    if is_late:
+        runner.start()
+        await until(lambda: bool(looks))
+    made = await batches.create("a", input_file=file.file_id, endpoint=URL, window="1h", seconds=3600.0, metadata={})
+    runner.wake() if is_late else runner.start()
     await until(lambda: outcomes["completed"] + outcomes["failed"] == 3)
     yield await batches.get("a", made.batch_id), outcomes
     await runner.stop()
@@ -108,3 +117,61 @@ async def test_a_store_that_fails_is_asked_again_at_the_next_poll(monkeypatch: p
             await asyncio.sleep(0)
         # One for each line that ended, and some for what else there was.
         assert failures["take"] < 10
+
+
+async def test_a_runner_without_batches_looks_ever_less_often_and_asks_one_thing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # On a slow machine the next search for what is too old would come in between.
+    monkeypatch.setattr("penstock.jobs.batch_runner._SWEEP_POLLS", 1e9)
+    options = JobOptions(job_poll_seconds=0.02, job_requests=1)
+    database = open_job_database("temporary")
+    await database.open()
+    files, asked, looks = FileStore(database, options), list[int](), list[tuple[float, int]]()
+    answered: list[str] = []
+    batches, run = BatchStore(database, files, options), database.run
+
+    async def counted(work: Any) -> Any:
+        asked.append(1)
+        return await run(work)
+
+    async def answer(line: TakenLine, _: bytes) -> LineOutcome:
+        answered.append(line.batch_id)
+        return LineOutcome(200, "r", b"{}")
+
+    def look(_: JobCounts) -> None:
+        looks.append((time.monotonic(), len(asked)))
+
+    database.run = counted  # type: ignore[method-assign]
+    runner = BatchRunner(
+        files,
+        batches,
+        options,
+        answer,
+        max_line_bytes=1000,
+        count=lambda _: None,
+        show=look,
+        pace=StartPace(0.0, 0.0),
+    )
+    runner.start()
+    await until(lambda: len(looks) > 6)
+    for number, (before, after) in enumerate(pairwise(looks[:7])):
+        assert after[0] - before[0] >= 0.9 * 0.02 * min(2**number, 16)
+        assert after[1] - before[1] == 1
+    # What another process makes is found, too.
+    file = await files.begin("a")
+    await files.append(file, 0, b'{"custom_id": "1", "method": "POST", "url": "%b", "body": {}}' % URL.encode())
+    await files.finish(file, name="n", purpose="batch", seconds=None)
+    made = await batches.create("a", input_file=file.file_id, endpoint=URL, window="1h", seconds=3600.0, metadata={})
+    await until(lambda: answered == [made.batch_id])
+    await runner.stop()
+    await database.close()
+
+
+async def test_a_runner_at_rest_is_woken_by_a_batch() -> None:
+    async def answer(_line: TakenLine, _: bytes) -> LineOutcome:
+        return LineOutcome(200, "r", b"{}")
+
+    # The next look is an hour away.
+    async with ended_batch(answer, poll_seconds=3600.0, is_late=True) as (batch, _):
+        assert batch.completed == 3
