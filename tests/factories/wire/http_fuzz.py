@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import re
 import ssl
@@ -27,8 +28,8 @@ AT_ONCE = 16
 _COUNTS = (0, 1, 1, 3, 8, 20, 40)
 # Share of requests with the token: bodies of the others are hardly looked at.
 _SHOWN = 0.6
-# A connection has its answers by then.
-PATIENCE_SECONDS = 60.0
+# A connection has its answers by then; more where the machine stops its programs for minutes.
+PATIENCE_SECONDS = float(os.environ.get("PENSTOCK_FUZZ_PATIENCE", "60"))
 # What follows no grammar may have no end for the server: then nothing has come for so long.
 _SILENT_SECONDS = 0.3
 # Kept of what has no end of a line yet.
