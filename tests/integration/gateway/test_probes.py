@@ -80,3 +80,18 @@ async def test_a_probe_that_came_with_its_connection_waits_for_one_turn(gateway:
     assert data.startswith(b"HTTP/1.1 200")
     # The one that looks first may be in the turn that accepts.
     assert taken <= 2
+
+
+async def test_a_probe_does_not_wait_for_the_head_behind_it(gateway: Gateway) -> None:
+    connections = [await Connection.to(gateway) for _ in range(4)]
+    # In one turn of the loop: all but one wait for later turns.
+    for connection in connections:
+        connection.writer.write((b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n") * 3 + b"GET /version HTT")
+    for connection in connections:
+        for _ in range(3):
+            assert await connection.status() == 200
+            await connection.reader.readuntil(b"}")
+        connection.writer.write(b"P/1.1\r\n" + HOST + b"\r\n")
+        assert await connection.status() == 200
+        assert b"version" in await connection.reader.readuntil(b"}")
+        connection.close()
