@@ -128,15 +128,17 @@ def chat_prompt(folder: Path, text: str) -> MakePrompt:
     return make
 
 
-def runner(model: LanguageModel, tap: HeadDrafter | None = None) -> ModelRunner:
+def runner(model: LanguageModel, kernels: SamplingKernels, tap: HeadDrafter | None = None) -> ModelRunner:
     """A runner on a pool of its own."""
     facts = model.config
     geometry = (facts.num_layers, NUM_BLOCKS, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
-    return ModelRunner(model, KVCachePool(*geometry, model.dtype, model.device), tap=tap)
+    return ModelRunner(model, KVCachePool(*geometry, model.dtype, model.device), kernels=kernels, tap=tap)
 
 
-def make_engine(model: LanguageModel, draft: LanguageModel | None, head: DraftHead | None = None) -> Engine:
-    """An engine with pools of its own."""
+def make_engine(
+    model: LanguageModel, draft: LanguageModel | None, head: DraftHead | None, kernels: SamplingKernels
+) -> Engine:
+    """An engine with pools of its own; `kernels` are the device's, as a service has them."""
     config = EngineConfig(NUM_BLOCKS, BLOCK_SIZE, CONTEXT, prefix_cache=False)
     drafter: ModelDrafter | HeadDrafter | None = None
     if head is not None:
@@ -144,17 +146,17 @@ def make_engine(model: LanguageModel, draft: LanguageModel | None, head: DraftHe
         kv = KVCachePool(1, NUM_BLOCKS, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim, head.dtype, head.device)
         assert isinstance(model, CausalLM)
         head.share(model)
-        drafter = HeadDrafter(head, kv, model.config.vocab_size, kernels=SamplingKernels(), masks=None)
-        return Engine(config, runner(model, drafter), None, drafter=drafter)
+        drafter = HeadDrafter(head, kv, model.config.vocab_size, kernels=kernels, masks=None)
+        return Engine(config, runner(model, kernels, drafter), None, drafter=drafter)
     if draft is not None:
         drafter = ModelDrafter(
-            runner(draft),
+            runner(draft, kernels),
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             max_context_tokens=CONTEXT,
             max_prefill_tokens=config.max_batch_tokens,
         )
-    return Engine(config, runner(model), None, drafter=drafter)
+    return Engine(config, runner(model, kernels), None, drafter=drafter)
 
 
 def run(engine: Engine, prompt: list[int], params: SamplingParams, tenant: str) -> Run:
@@ -182,10 +184,11 @@ def compare(
     options: argparse.Namespace,
     sampling: dict[str, Any],
     ends: dict[str, Any],
+    kernels: SamplingKernels,
     head: DraftHead | None = None,
 ) -> list[dict[str, Any]]:
     """All kinds in turns; with a head only none and its own."""
-    engine = make_engine(model, draft, head)
+    engine = make_engine(model, draft, head, kernels)
     kinds = {**KINDS, SELF: AssistanceOptions()} if draft is not None else KINDS
     if head is not None:
         kinds = {"none": PLAIN, HEAD: AssistanceOptions(num_assistant_tokens=DRAFTS)}
@@ -226,9 +229,10 @@ def real_cells(device: CPUDevice, options: argparse.Namespace) -> list[dict[str,
     model = load_model(folder, device=device, dtype=options.dtype, quantization=options.quantization)
     draft = load_model(folder, device=device, dtype=options.dtype, quantization=options.draft_quantization)
     ends = {"eos_token_ids": tuple(read_model_config(folder).eos_token_ids)}
+    kernels = device.sampling_kernels()
     cells = []
     for text, sampling in (("code", {}), ("summary", {}), ("chat", {}), ("chat", CHATTED)):
-        found = compare(model, draft, chat_prompt(folder, text), options, sampling, ends)
+        found = compare(model, draft, chat_prompt(folder, text), options, sampling, ends, kernels)
         cells += [{"model": REAL, "text": text + ", sampled" * bool(sampling), **cell} for cell in found]
     return cells
 
@@ -239,9 +243,10 @@ def head_cells(device: CPUDevice, options: argparse.Namespace) -> list[dict[str,
     model = load_model(folder, device=device, dtype=options.dtype, quantization=options.quantization)
     head = load_eagle3(options.head, model.config, device, model.dtype, options.quantization)
     ends = {"eos_token_ids": tuple(read_model_config(folder).eos_token_ids)}
+    kernels = device.sampling_kernels()
     cells = []
     for text, sampling in (("code", {}), ("summary", {}), ("chat", {}), ("chat", CHATTED)):
-        found = compare(model, None, chat_prompt(folder, text), options, sampling, ends, head)
+        found = compare(model, None, chat_prompt(folder, text), options, sampling, ends, kernels, head)
         cells += [{"model": REAL, "text": text + ", sampled" * bool(sampling), **cell} for cell in found]
     return cells
 
@@ -251,6 +256,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device = CPUDevice()
     device.start(num_threads=options.threads)
     cells: list[dict[str, Any]] = []
+    kernels = device.sampling_kernels()
     for name in options.models:
         if name == REAL:
             cells += real_cells(device, options) if options.head is None else head_cells(device, options)
@@ -259,13 +265,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model = load_model(folder, device=device, dtype="auto" if name == "demo" else options.dtype)
         for text, sampling in (("repetitive", {}), ("varied", SAMPLED)):
             make = demo_prompt if name == "demo" else random_prompt
-            found = compare(model, None, make, options, sampling, {"ignore_eos": True})
+            found = compare(model, None, make, options, sampling, {"ignore_eos": True}, kernels)
             cells += [{"model": name, "text": text, **cell} for cell in found]
         if name == "demo":
             head = load_eagle3(demo_head_folder(), model.config, device, model.dtype, "none")
             ends = {"eos_token_ids": tuple(read_model_config(folder).eos_token_ids)}
             for text, sampling in (("questions", {}), ("questions, sampled", CHATTED)):
-                found = compare(model, None, question_prompt, options, sampling, ends, head)
+                found = compare(model, None, question_prompt, options, sampling, ends, kernels, head)
                 cells += [{"model": name, "text": text, **cell} for cell in found]
     return {
         "device": device.describe(),
