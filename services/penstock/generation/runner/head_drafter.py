@@ -426,10 +426,9 @@ class HeadDrafter:
             drawn.update(zip(plain, self._highest(some_NV, [active[place] for place in plain]), strict=True))
         others = [place for place in range(len(active)) if place not in drawn]
         if others:
-            tokens = self._sampled(scores_NV[self._index(others)], [active[place].shadow for place in others])
-            for place, token in zip(others, tokens, strict=True):
-                if token is not None:
-                    drawn[place] = token.token_id, token.logprob
+            some_NV = scores_NV if len(others) == len(active) else scores_NV[self._index(others)]
+            found = self._sampled(some_NV, [active[place].shadow for place in others])
+            drawn.update((place, token) for place, token in zip(others, found, strict=True) if token is not None)
         going_on = []
         for place, one in enumerate(active):
             if place not in drawn:
@@ -456,14 +455,32 @@ class HeadDrafter:
         # A NaN is no score: whatever the draft is, it is refused.
         return [(token_id, None if logprob is None or math.isnan(logprob) else logprob) for token_id, logprob in pairs]
 
-    def _sampled(self, scores_NV: Tensor, shadows: list[Sequence]) -> list[SampledToken | None]:
-        """Draw by the requests' options. None: the head's scores are no numbers."""
-        served = self.head.served_ids
-        if served is not None:
+    def _sampled(self, scores_NV: Tensor, shadows: list[Sequence]) -> list[tuple[int, float | None] | None]:
+        """Draw by the requests' options: an id and its log-probability where a request has a threshold. None: the
+        head's scores are no numbers."""
+        served, ids = self.head.served_ids, None
+        if served is not None and any(map(self._knows_ids, shadows)):
+            # They know the served model's ids.
             logits_NV = scores_NV.new_full((len(shadows), self._vocab_size), _UNLIKELY)
             logits_NV[:, served] = scores_NV
+            tokens = self._drawn(logits_NV, shadows)
         else:
-            logits_NV = scores_NV
+            # For what is part of the draw itself the head's own vocabulary is enough: other ids are never likely.
+            tokens = self._drawn(scores_NV, shadows)
+            if served is not None:
+                places = [0 if token is None else token.token_id for token in tokens]
+                ids = served[self._index(places)].tolist()
+        return [
+            None if token is None else (token.token_id if ids is None else ids[place], token.logprob)
+            for place, token in enumerate(tokens)
+        ]
+
+    def _knows_ids(self, shadow: Sequence) -> bool:
+        """True when options of the draw may read ids."""
+        return shadow.is_constrained or bool(self._sampler.plan_of(shadow).processors)
+
+    def _drawn(self, logits_NV: Tensor, shadows: list[Sequence]) -> list[SampledToken | None]:
+        """Draw from scores, of the ids of a vocabulary or of their places in it. None: they are no numbers."""
         constrained = [one for one in shadows if one.is_constrained]
         masks = None
         if constrained:

@@ -18,9 +18,9 @@ _CANDIDATES = ((20, 32), (40, 64), (96, 128), (200, 256))
 _NUCLEUS_CANDIDATES = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowPlan:
-    """The treatment of a row with certain options."""
+    """The treatment of a row with certain options. Plans are compared by identity."""
 
     params: SamplingParams
     # Those that the row wants and the draw does not do itself, in running order.

@@ -24,13 +24,16 @@ from penstock.generation.sampling.sampling_kernels import SamplingKernels
 from penstock.generation.sampling.state import SamplingState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import Fork, SampledToken
     from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.token_masks import TokenMasks
+
+# Numbers of drafts vary from step to step: batches with verifiers that are kept.
+_MOST_ALIKE = 16
 
 
 class Sampler:
@@ -44,6 +47,9 @@ class Sampler:
         # States of forks that have not drawn yet.
         self._forked: dict[int, SamplingState] = {}
         self._batch: SamplingBatch | None = None
+        # Batches of steps with verifiers, without their rows: those of one step are gone in the next, and have the
+        # options of their sequences. The least recently made first.
+        self._alike: dict[Hashable, SamplingBatch] = {}
         # The newest row plan: sequences of one request come one after another.
         self._plan: RowPlan | None = None
 
@@ -73,6 +79,9 @@ class Sampler:
         if batch.candidate_rows:
             for row, token in draw_candidates(batch, logits_NV, self._kernels).items():
                 tokens[row] = token
+        if batch is not self._batch:
+            # Verifiers live for one step.
+            batch.states = ()
         return tokens
 
     @torch.inference_mode()
@@ -110,15 +119,32 @@ class Sampler:
             self._forked.pop(seq_id, None)
             if self._states.pop(seq_id, None) is not None:
                 self._batch = None
+                self._alike.clear()
 
     def batch_of(self, sequences: Seq[Sequence]) -> SamplingBatch:
         """Return the batch of these sequences: last step's when it was the same."""
         last = self._batch
         if last is not None and last.is_of(sequences):
             return last
-        batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device, self._kernels)
-        # Verifiers live for one step and leave no state.
-        self._batch = batch if all(sequence.origin is None for sequence in sequences) else None
+        states = [self._state_of(sequence) for sequence in sequences]
+        if any(sequence.origin is not None for sequence in sequences):
+            return self._verifying(states)
+        batch = self._batch = SamplingBatch(states, self._device, self._kernels)
+        return batch
+
+    def _verifying(self, states: list[SamplingState]) -> SamplingBatch:
+        """Return a batch with verifiers: one of an earlier step where rows were the same but for their tokens."""
+        if any(state.plan.processors for state in states):
+            # They know the rows.
+            return SamplingBatch(states, self._device, self._kernels)
+        key = tuple((state.plan, state.key, state.sequence.draw.kind) for state in states)
+        batch = self._alike.get(key)
+        if batch is not None:
+            batch.states = states
+            return batch
+        if len(self._alike) == _MOST_ALIKE:
+            del self._alike[next(iter(self._alike))]
+        batch = self._alike[key] = SamplingBatch(states, self._device, self._kernels)
         return batch
 
     def plan_of(self, sequence: Sequence) -> RowPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -14,6 +15,7 @@ from penstock.generation.core.step import DraftRequest, ScheduledSequence
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.models.draft_head import DraftHead, Embed
 from penstock.generation.runner.head_drafter import HeadDrafter
+from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.sampling.sampling_kernels import SamplingKernels
 from torch import Tensor
 
@@ -257,6 +259,41 @@ def test_draws_take_the_requests_own_options() -> None:
     assert answers[0] == [3, 4]
     assert answers[1][0] == 3
     assert answers[1][1] != 4
+
+
+SCORED = torch.tensor([0, 2, 3, 5, 7, 8])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 2.0, "top_p": 0.7}, {"top_k": 3}, {"min_p": 0.3}, {"top_k": 9}]
+)
+@pytest.mark.parametrize(("penalty", "width"), [({}, len(SCORED)), ({"suppress_tokens": (3,)}, VOCAB)])
+def test_a_draw_looks_at_no_more_ids_than_it_must(
+    options: dict[str, Any], penalty: dict[str, Any], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head that scores some of the ids: its drafts are those of one that finds the others never likely."""
+    (some, head), (whole, other) = make(), make()
+    random_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+    unlikely_V = torch.full((VOCAB,), -1e9).index_put((SCORED,), random_V[SCORED])
+    monkeypatch.setattr(head, "served_ids", SCORED)
+    monkeypatch.setattr(head, "scores", lambda hidden_NI: random_V[SCORED].repeat(len(hidden_NI), 1))
+    monkeypatch.setattr(other, "scores", lambda hidden_NI: unlikely_V.repeat(len(hidden_NI), 1))
+    sample, widths = Sampler.sample, []
+
+    def noted(sampler: Sampler, logits_NV: Tensor, *rest: Any) -> Any:
+        widths.append(logits_NV.shape[1])
+        return sample(sampler, logits_NV, *rest)
+
+    monkeypatch.setattr(Sampler, "sample", noted)
+    drafts = []
+    for drafter in (some, whole):
+        one = a_sequence([1], do_sample=True, **options, **penalty)
+        step(drafter, one, 0, 1)
+        one.token_ids.append(2)
+        drafts.append(drafter.draft([DraftRequest(one, 40, 1e-9)])[0])
+    assert drafts[0] == drafts[1]
+    assert len(set(drafts[0])) > 1
+    assert widths == [width] * 40 + [VOCAB] * 40
 
 
 def test_scores_that_are_no_numbers_end_one_sequences_drafts_alone() -> None:

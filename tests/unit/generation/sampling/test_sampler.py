@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from factories.models.run_kernels import new_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import derive_seed
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import SampledToken
+from penstock.generation.sampling.batch import SamplingBatch
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
@@ -57,6 +61,75 @@ def test_a_sampler_that_lived_through_the_steps_equals_a_new_one() -> None:
         assert drawn == new_sampler().sample(given_NV[rows], chosen)
         for one, token in zip(chosen, drawn, strict=True):
             one.token_ids.append(token.token_id)
+
+
+def verifiers(origin: Sequence, drafts: list[int]) -> list[Sequence]:
+    """Return what verifies the drafts, as a strategy makes it anew in each step."""
+    ids = [*origin.token_ids, *drafts]
+    first = len(ids) - len(drafts)
+    return [
+        replace(origin, seq_id=1000 + place, token_ids=ids[:place], origin=origin)
+        for place in range(first, len(ids) + 1)
+    ]
+
+
+OPTIONS = (
+    {"top_p": 0.8},
+    {"top_k": 5, "temperature": 3.0},
+    {"min_p": 0.2},
+    {"repetition_penalty": 1.5},
+    {"do_sample": False},
+)
+
+
+def test_drafts_are_verified_with_each_rows_own_options_and_uniforms_from_step_to_step() -> None:
+    """Sequences with drafts come and go, with other numbers of drafts in each step."""
+    rng = random.Random(7)
+    origins = [
+        sequence([1, 2], params(**{"do_sample": True, "seed": seed, **options}), seq_id=number)
+        for number, (options, seed) in enumerate(product(OPTIONS, (11, 12)))
+    ]
+    lived = new_sampler()
+    for step in range(60):
+        chosen = rng.sample(origins, rng.randint(1, 3))
+        batch = [
+            row for one in chosen for row in verifiers(one, [rng.randrange(VOCAB) for _ in range(rng.randint(0, 2))])
+        ]
+        given_NV = logits(len(batch), step, vocab=VOCAB)
+        drawn = lived.sample(given_NV.clone(), batch)
+        assert drawn == new_sampler().sample(given_NV.clone(), batch)
+        for one in chosen:
+            one.token_ids.append(rng.randrange(VOCAB))
+        if step % 10 == 9:
+            gone = rng.randrange(len(origins))
+            lived.release([origins[gone].seq_id])
+            options = params(**{"do_sample": True, "seed": step, **rng.choice(OPTIONS)})
+            origins[gone] = sequence([3], options, seq_id=100 + step)
+
+
+def test_a_batch_of_verifiers_is_built_once_for_each_number_of_them_and_keeps_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[SamplingBatch] = []
+
+    class Counted(SamplingBatch):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            built.append(self)
+
+    monkeypatch.setattr("penstock.generation.sampling.sampler.SamplingBatch", Counted)
+    origin, sampler = sequence([1], params(do_sample=True, top_p=0.9)), new_sampler()
+    for step, count in enumerate((2, 3, 2, 3, 3, 2)):
+        sampler.sample(logits(count + 1, step), verifiers(origin, [5] * count))
+        origin.token_ids.append(step)
+    assert len(built) == 2
+    # They hold a copy of the context each.
+    assert not any(batch.states for batch in built)
+    for count in range(40):
+        sampler.sample(logits(count + 1, count), verifiers(origin, [5] * count))
+    assert len(sampler._alike) <= 16
+    sampler.release([origin.seq_id])
+    assert not sampler._alike
 
 
 def test_a_released_sequence_is_counted_anew() -> None:
