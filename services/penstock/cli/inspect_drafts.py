@@ -20,7 +20,7 @@ _JOINTS = re.compile(
     "|".join((_DEEPSEEK.pattern, re.escape(QWEN_JOINT), r"model\.mtp_layers\.\d+\.input_proj\.weight"))
 )
 # Types of models that have the second, and types of folders with such a model as their text part.
-_QWEN_TYPES = (*DELTA_TYPES, *TEXT_PARTS)
+_QWEN_TYPES = (*DELTA_TYPES, *(whole for whole, text in TEXT_PARTS.items() if text in DELTA_TYPES))
 
 
 def trained_drafts(values: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any] | None:

@@ -35,11 +35,15 @@ from penstock.generation.weights.packed_layout import HEAD, PackedFacts, header,
 from penstock.generation.weights.packed_weights import PackedFile
 from penstock.generation.weights.tensor_names import (
     EMBEDDING,
+    INPUT_TABLE,
+    MODEL_PREFIX,
     NORM,
     choice_biases,
     layer_linears,
     layer_norms,
     layer_prefix,
+    model_linears,
+    model_norms,
     rounds_once,
     state_tensors,
 )
@@ -167,6 +171,8 @@ def _kept_forms(config: ModelConfig, weights: CheckpointWeights) -> dict[str, st
         for index in range(config.num_layers)
         for linear in layer_linears(config, index)
     }
+    for linear in model_linears(config):
+        forms[f"{MODEL_PREFIX}{linear.name}"] = weights.kept_form(MODEL_PREFIX, linear)
     return {name: form for name, form in forms.items() if form}
 
 
@@ -196,6 +202,12 @@ def _tensors(
     yield from _parts(HEAD, head)
     if table is not None:
         yield EMBEDDING, table
+    if config.layer_inputs is not None:
+        yield INPUT_TABLE, weights.token_table(INPUT_TABLE)
+    for name in model_norms(config):
+        yield name, weights.tensor(name, is_exact=is_exact)
+    for linear in model_linears(config):
+        yield from _parts(f"{MODEL_PREFIX}{linear.name}", weights.linear(MODEL_PREFIX, linear))
     for index in range(config.num_layers):
         prefix = layer_prefix(index)
         for name in layer_norms(config, index):

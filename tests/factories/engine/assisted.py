@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from factories.engine.fake_engine import engine_config
@@ -85,8 +86,8 @@ def head_engine(
     layout, config = in_groups(model, config)
     layers = model.config.num_kv_layers if layout is None else layout.layers_a_block
     places = (layers, config.num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
-    index = index_rows(model.config, model.dtype)
-    served = unwritten_pool(*places, model.dtype, layout, has_values=model.config.has_values, index=index)
+    kinds: dict[str, Any] = {"index": index_rows(model.config, model.dtype), "shapes": model.config.kv_shapes}
+    served = unwritten_pool(*places, model.dtype, layout, has_values=model.config.has_values, **kinds)
     config = add_states(model, served, config)
     runner = new_runner(model, served, tap=drafter, masks=masks, host=unwritten_host_pool(served, config))
     return with_free_drafts(Engine(replace(config, window=window_of(model)), runner, None, drafter=drafter))

@@ -43,7 +43,11 @@ def model_engine(
     layers = model.config.num_kv_layers if layout is None else layout.layers_a_block
     geometry = (layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
-    kinds: dict[str, Any] = {"has_values": model.config.has_values, "index": index_rows(model.config, model.dtype)}
+    kinds: dict[str, Any] = {
+        "has_values": model.config.has_values,
+        "index": index_rows(model.config, model.dtype),
+        "shapes": model.config.kv_shapes,
+    }
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype, layout, **kinds)
     config = replace(add_states(model, kv, config), window=window_of(model))
     return with_free_drafts(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from penstock.generation.attention.cache_layout import CacheLayout, layout_of
@@ -10,6 +12,7 @@ from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.index_keys import IndexRows
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
+from penstock.generation.core.layer_shapes import LayerShape
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.language_model import LanguageModel
 
@@ -28,10 +31,12 @@ def unwritten_pool(
     *,
     has_values: bool = True,
     index: IndexRows | None = None,
+    shapes: Sequence[LayerShape] = (),
 ) -> KVCachePool:
     """Make a pool on the CPU that gives NaN where nothing was written."""
     cpu, sizes = torch.device("cpu"), (layers, blocks, block_size, kv_heads, head_dim)
-    kv = KVCachePool(*sizes, dtype, cpu, has_scrap=True, layout=layout, has_values=has_values, index=index)
+    kinds: dict[str, Any] = {"has_values": has_values, "index": index, "shapes": shapes}
+    kv = KVCachePool(*sizes, dtype, cpu, has_scrap=True, layout=layout, **kinds)
     spoil(kv)
     return kv
 
@@ -41,7 +46,7 @@ def in_groups(model: LanguageModel, config: EngineConfig) -> tuple[CacheLayout |
     bundles as it had blocks; None: one block holds all layers."""
     if model.state_layout or len(set(model.sights)) < 2:
         return None, config
-    layout = layout_of(model.sights)
+    layout = layout_of(model.sights, model.config.kv_widths)
     times = layout.bundle_blocks
     blocks, host = config.num_blocks * times, config.num_host_blocks * times
     return layout, replace(config, groups=layout.groups, num_blocks=blocks, num_host_blocks=host)
@@ -68,9 +73,9 @@ def unwritten_host_pool(kv: KVCachePool, config: EngineConfig) -> HostKVPool | N
 
 
 def spoil(kv: KVCachePool) -> None:
-    """Make every place of the pool NaN."""
-    for layer in range(kv.num_layers if kv.layout is None else len(kv.layout.places)):
-        for part, scale in ((kv.key(layer), kv.key_scale(layer)), (kv.value(layer), kv.value_scale(layer))):
-            (part if scale is None else scale).fill_(torch.nan)
+    """Make every place of the pool NaN: of int8 the scales alone."""
+    for part in kv.tensors:
+        if part is not None and part.is_floating_point():
+            part.fill_(torch.nan)
     for place in range(0 if kv.index is None else kv.index.num_layers):
         kv.index_key(place).fill_(torch.nan)

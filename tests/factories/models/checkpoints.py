@@ -21,6 +21,8 @@ from transformers import (
     DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeLiteConfig,
     GlmConfig,
@@ -73,6 +75,8 @@ _CONFIGS = {
     "cohere2": Cohere2Config,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "gemma4_text": Gemma4TextConfig,
+    "gemma4_unified_text": Gemma4UnifiedTextConfig,
     "mixtral": MixtralConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
@@ -107,6 +111,17 @@ _DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+# The last two layers may share keys and values with those before.
+_SLIDES, _READS_ALL = "sliding_attention", "full_attention"
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": [_SLIDES, _READS_ALL, _SLIDES, _SLIDES, _READS_ALL],
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 4.0,
+}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 20,
@@ -154,6 +169,9 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma2": _GEMMA | {"attn_logit_softcapping": 6.0, "final_logit_softcapping": 4.0},
     "gemma3_text": _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": _GEMMA4
+    | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 2},
+    "gemma4_unified_text": _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
     "qwen3_moe": _EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
@@ -213,11 +231,16 @@ def _files(family: str, seed: int, dtype: torch.dtype, max_shard_size: str, sett
         config = _CONFIGS[family](**deepcopy(dict(settings)))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         buffers = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
+        for name, scalar in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(scalar, 0.5, 1.5)
         for name, parameter in (*model.named_parameters(), *buffers):
             if name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.2)
             elif "norm" in name:
-                has_offset = family.startswith("gemma") or (family in DELTA_TYPES and "linear_attn" not in name)
+                has_offset = family in ("gemma2", "gemma3_text") or (
+                    family in DELTA_TYPES and "linear_attn" not in name
+                )
                 torch.nn.init.normal_(parameter, mean=0.0 if has_offset else 1.0, std=0.2)
             elif name.endswith(("mlp.gate.weight", "router.weight")):
                 # Wide enough that the choice of experts is no tie.

@@ -18,6 +18,7 @@ from factories.models.quantised import EIGHT_BITS, FOUR_BITS, compressed, quanti
 from penstock.generation.attention.attention_keeper import AttentionKeeper, KeptRow
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.layers.decoder_layer import DecoderLayer
@@ -27,6 +28,14 @@ from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
 
+# Without vectors of tokens; no layer reads the keys of another, and layers with windows have more key/value heads.
+GEMMA4_LARGE: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}
 CASES: list[Any] = [
     ("qwen2", {}),
     ("qwen3", {}),
@@ -34,6 +43,8 @@ CASES: list[Any] = [
     ("mistral", {"sliding_window": 12}),
     ("gemma2", {}),
     ("gemma3_text", {}),
+    ("gemma4_text", {}),
+    pytest.param("gemma4_text", GEMMA4_LARGE, marks=pytest.mark.slow),
     *(pytest.param(family, {}, marks=pytest.mark.slow) for family in ("granite", "phi3", "glm4", "smollm3")),
 ]
 FORMATS = ("none", "int8", "int4")
@@ -210,15 +221,14 @@ def test_rows_get_the_same_bits_beside_one_whose_attention_is_wanted(
     keeper = AttentionKeeper(model.attention, [KeptRow(lengths[0] - 1, 0, lengths[0])])
     hidden, pools = [], []
     for attention in (None, keeper):
-        facts = model.config
-        kv = KVCachePool(facts.num_layers, 10, 8, facts.num_kv_heads, facts.head_dim, model.dtype, torch.device("cpu"))
+        kv = KVShape.of(model.config, model.dtype, 8).pool(10, torch.device("cpu"))
         hidden.append(model.forward(torch.tensor([*ids[0], *ids[1]]), positions, metadata, kv, attention=attention))
         pools.append(kv.tensors[0])
     assert torch.equal(*hidden)
     assert torch.equal(*pools)
     weights = keeper.weights(0)
-    assert weights.shape == (2, 4, lengths[0])
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
+    assert weights.shape == (model.config.num_layers, 4, lengths[0])
+    torch.testing.assert_close(weights.sum(-1), torch.ones(model.config.num_layers, 4))
 
 
 @pytest.mark.parametrize(

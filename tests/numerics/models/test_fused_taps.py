@@ -12,7 +12,7 @@ import torch
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.kv_shape import KVShape
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.hidden_keeper import LayerTaps
@@ -23,6 +23,11 @@ from torch import Tensor
 FAMILIES: list[Any] = [
     ("qwen2", {}),
     ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    # The last layer reads the keys of the one before: rows may go on alone from there.
+    (
+        "gemma4_text",
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1},
+    ),
     pytest.param("granite", {}, marks=pytest.mark.slow),
 ]
 KINDS = [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")]
@@ -49,8 +54,7 @@ class Steps:
     def __init__(self, model: CausalLM, count: int) -> None:
         facts = model.config
         self.model = model
-        geometry = (facts.num_layers, BLOCKS, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
-        self.kv = KVCachePool(*geometry, model.dtype, model.device)
+        self.kv = KVShape.of(facts, model.dtype, BLOCK_SIZE).pool(BLOCKS, model.device)
         self.tables = torch.arange(BLOCKS // count * count, dtype=torch.int32).view(count, -1)
 
     def forward(
@@ -184,4 +188,4 @@ def test_taps_that_no_layer_fills_are_refused(
         steps.kv.places,
     )
     with pytest.raises(RuntimeError, match=refusal):
-        model._fused._forward(*arguments, (tapped, torch.empty(shape, dtype=model.dtype)))
+        model._fused._forward(*arguments, (tapped, torch.empty(shape, dtype=model.dtype)), None)

@@ -93,6 +93,17 @@ def ropes(**full: Any) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": {"rope_theta": 10_000.0, **full}, "sliding_attention": local}}
 
 
+# As of Gemma 4 31B: layers with windows have more key/value heads than those that read everything.
+GEMMA4_LARGE: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    **ropes(rope_type="proportional", partial_rotary_factor=0.5),
+}
+
 CASES += [
     Case("phi3", "partial-rotary-tied", TIED),
     Case("phi3", "window-sharded", {"sliding_window": 7, "partial_rotary_factor": 1.0}, "20KB"),
@@ -111,6 +122,11 @@ CASES += [
     Case("gemma2", "caps-sharded", {}, "20KB"),
     Case("gemma2", "no-caps-untied", {"final_logit_softcapping": None, "attn_logit_softcapping": None}),
     Case("gemma3_text", "two-ropes-sharded", ropes(rope_type="linear", factor=8.0), "20KB"),
+    Case("gemma4_text", "vectors-and-shared-keys-sharded", {}, "20KB"),
+    Case("gemma4_text", "keys-are-values", GEMMA4_LARGE | TIED),
+    Case("gemma4_text", "odd-heads-biases", {"head_dim": 10, "global_head_dim": 22, "attention_bias": True}),
+    Case("gemma4_unified_text", "keys-are-values-sharded", {}, "20KB"),
+    Case("gemma4_unified_text", "shared-keys", {"num_kv_shared_layers": 2, "final_logit_softcapping": None} | TIED),
     Case("mixtral", "sharded", {"head_dim": 8}, "20KB"),
     Case("mixtral", "window", {"sliding_window": 6}),
     Case("qwen2_moe", "shared-expert", {}),
@@ -145,6 +161,7 @@ GREEDY = [
     Case("qwen3", "mha-tied", MHA | TIED),
     Case("mistral", "window", {"sliding_window": 33}),
     Case("gemma2", "caps", {}),
+    Case("gemma4_text", "vectors-and-shared-keys", {}),
     Case("qwen3_moe", "experts", {}),
     Case("deepseek_v3", "latent", {}),
     Case("glm_moe_dsa", "chosen", {}),

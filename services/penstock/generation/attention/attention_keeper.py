@@ -57,8 +57,8 @@ class AttentionKeeper(Attention):
     def forward(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
@@ -100,7 +100,7 @@ class AttentionKeeper(Attention):
         for one, q_HD, slots_C, found in zip(self._rows, q_RHD, self._slots[view], self._weights, strict=True):
             k_CKD = kv.read(layer.index, slots_C, torch.float32)[0].float()
             # The query heads that share a key/value head are neighbours.
-            q_KGD = q_HD.float().view(kv.num_kv_heads, -1, kv.head_dim)
+            q_KGD = q_HD.float().view(layer.num_kv_heads, -1, layer.head_dim)
             scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * layer.scale
             if layer.softcap:
                 scores_KGC = layer.softcap * (scores_KGC / layer.softcap).tanh_()

@@ -207,6 +207,12 @@ class AttentionLayer:
     slopes: Tensor | None = None
     # Dims of the outputs that are read, the first ones; an implementation may leave out the others. 0: all.
     value_dim: int = 0
+    # Values are normed, without a weight.
+    norms_values: bool = False
+    # The fused projection has no values: they are its keys, before norm and turn.
+    values_are_keys: bool = False
+    # The fused projection has queries alone: another layer wrote the keys and values that this one reads.
+    reads_only: bool = False
     # This layer without norms, for rows that were normed over all heads; None: it does not norm so.
     _unnormed: AttentionLayer | None = field(init=False, repr=False, default=None)
 
@@ -221,6 +227,11 @@ class AttentionLayer:
         """True where scores have a soft cap, sinks or slopes, which few operators know."""
         return bool(self.softcap) or self.sinks is not None or self.slopes is not None
 
+    @property
+    def parts(self) -> int:
+        """Number of parts of the fused projection: queries, keys and values; without values; queries alone."""
+        return 1 if self.reads_only else 2 if self.values_are_keys else 3
+
     def whole_norms(self, qkv_TE: Tensor) -> AttentionLayer:
         """Norm q and k over all their heads, in place. Return this layer without norms."""
         assert self.q_norm is not None
@@ -232,19 +243,28 @@ class AttentionLayer:
         return self._unnormed
 
 
-def turned(qkv_TE: Tensor, cos: Tensor, sin: Tensor, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (T, H, D), k and v (T, K, D) of the fused projection: split, q and k normed and turned."""
+def turned(
+    qkv_TE: Tensor, cos: Tensor, sin: Tensor, layer: AttentionLayer
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return q (T, H, D), k and v (T, K, D) of the fused projection: split, normed, q and k turned. A layer that only
+    reads has no k and v."""
     if layer.norm_is_whole:
         qkv_TE = qkv_TE.clone()
         layer = layer.whole_norms(qkv_TE)
-    num_turned = layer.num_heads + layer.num_kv_heads
-    qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + layer.num_kv_heads, layer.head_dim)
-    qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
-    if layer.q_norm is not None and layer.k_norm is not None:
-        weights = (layer.q_norm.expand(layer.num_heads, -1), layer.k_norm.expand(layer.num_kv_heads, -1))
+    num_turned = layer.num_heads + (0 if layer.reads_only else layer.num_kv_heads)
+    qkv = qkv_TE.view(qkv_TE.shape[0], -1, layer.head_dim)
+    qk, v = qkv[:, :num_turned], qkv[:, -layer.num_kv_heads :]
+    if layer.q_norm is not None:
+        weights = [layer.q_norm.expand(layer.num_heads, -1)]
+        if layer.k_norm is not None:
+            weights.append(layer.k_norm.expand(layer.num_kv_heads, -1))
         qk = qk.to(layer.q_norm.dtype)
-        qk = (F.rms_norm(qk, (layer.head_dim,), None, layer.eps) * torch.cat(weights)).to(v.dtype)
+        qk = (F.rms_norm(qk, (layer.head_dim,), None, layer.eps) * torch.cat(weights)).to(qkv_TE.dtype)
     qk = rotate(qk, cos, sin)
+    if layer.reads_only:
+        return qk, None, None
+    if layer.norms_values:
+        v = F.rms_norm(v.float(), (layer.head_dim,), None, layer.eps).to(qkv_TE.dtype)
     return qk[:, : layer.num_heads], qk[:, layer.num_heads :], v
 
 
@@ -271,14 +291,14 @@ class Attention(ABC):
     def forward(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
         """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype, or its first
-        `value_dim` dims.
+        `value_dim` dims. Without k and v they are there already.
 
         Everything is written before any row attends: a sequence may share blocks that another one's rows fill in this
         step. A row at position p sees positions [max(0, p - window + 1), p] of its own sequence (transformers 5.x).

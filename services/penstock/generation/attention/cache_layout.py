@@ -4,6 +4,9 @@ The pool's blocks have one size, and a block holds the keys and values of `layer
 as many blocks of the same tokens as it needs for all of them: a bundle (`CacheGroup.num_blocks`). So any free block
 serves any group, and the memory is never divided between groups. The last block of a group may have places that no
 layer uses, at most _MOST_SPARE of the group's layers; with fewer layers a block there are none, but more tables.
+
+Where layers have keys of several widths, a place has the widest's, and narrower ones of a group share a place as far as
+they fit side by side (slot_rows.py): such a place counts as one layer.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class CacheLayout:
     places: tuple[tuple[int, int], ...]
     # Numbers of each group's layers.
     members: tuple[tuple[int, ...], ...]
+    # Of each layer: the first number of its keys in its place; empty: all begin there.
+    columns: tuple[int, ...] = ()
 
     @property
     def bundle_blocks(self) -> int:
@@ -57,19 +62,46 @@ class CacheLayout:
         )
 
 
-def layout_of(sights: Sequence[LayerSight]) -> CacheLayout:
-    """Return the layout of a model with layers that read `sights`; layers of the same sight are a group."""
+def layout_of(sights: Sequence[LayerSight], widths: Sequence[int] = ()) -> CacheLayout:
+    """Return the layout of a model with layers that read `sights`; layers of the same sight are a group. `widths`:
+    numbers of a token's keys in each layer; empty: all are alike."""
     kinds = sorted(set(sights), key=lambda sight: (sight != LayerSight(), -(sight.window + sight.chunk), sight.chunk))
     members = [tuple(layer for layer, own in enumerate(sights) if own == kind) for kind in kinds]
-    each = layers_a_block([len(layers) for layers in members])
-    groups, places, first = [], dict[int, tuple[int, int]](), 0
-    for kind, layers in zip(kinds, members, strict=True):
-        count = -(-len(layers) // each)
+    shared = [_side_by_side(layers, widths) for layers in members]
+    each = layers_a_block([len(places) for places in shared])
+    groups, first = [], 0
+    places, columns = dict[int, tuple[int, int]](), dict[int, int]()
+    for kind, of_group in zip(kinds, shared, strict=True):
+        count = -(-len(of_group) // each)
         groups.append(CacheGroup(count, kind.window, kind.chunk, kind.align))
-        for number, layer in enumerate(layers):
-            places[layer] = (first + number // each, number % each)
+        for number, layers in enumerate(of_group):
+            for layer, column in layers.items():
+                places[layer] = (first + number // each, number % each)
+                columns[layer] = column
         first += count
-    return CacheLayout(tuple(groups), each, tuple(places[layer] for layer in range(len(sights))), tuple(members))
+    order = range(len(sights))
+    return CacheLayout(
+        tuple(groups),
+        each,
+        tuple(places[layer] for layer in order),
+        tuple(members),
+        tuple(columns[layer] for layer in order) if widths else (),
+    )
+
+
+def _side_by_side(layers: Sequence[int], widths: Sequence[int]) -> list[dict[int, int]]:
+    """Return the places of a group's layers: of each place, its layers and the column of each. Layers of one width
+    share places."""
+    if not widths:
+        return [{layer: 0} for layer in layers]
+    found: list[dict[int, int]] = []
+    for width in sorted({widths[layer] for layer in layers}, reverse=True):
+        own, fit = [layer for layer in layers if widths[layer] == width], max(widths) // width
+        found += [
+            {layer: number * width for number, layer in enumerate(own[first : first + fit])}
+            for first in range(0, len(own), fit)
+        ]
+    return found
 
 
 def layers_a_block(sizes: Iterable[int]) -> int:

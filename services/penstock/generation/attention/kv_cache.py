@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.generation.attention.cache_layout import CacheLayout
 from penstock.generation.attention.fresh_memory import fresh_zeros, small_zeros
+from penstock.generation.attention.slot_rows import SlotRows, heads_of_slot, rows_of
 from penstock.generation.attention.turned_heads import TurnedHeads
 from penstock.generation.core.cache_group import FIRST_BUNDLES
 from penstock.generation.host.small_pages import SmallPages, has_small_pages
@@ -20,6 +21,7 @@ from penstock.generation.host.small_pages import SmallPages, has_small_pages
 if TYPE_CHECKING:
     from penstock.generation.attention.index_keys import IndexRows
     from penstock.generation.attention.state_pool import StatePool
+    from penstock.generation.core.layer_shapes import LayerShape
 
 # Scales of an int8 pool: one for each token and key/value head, for keys and for values.
 SCALE_DTYPE = torch.float32
@@ -42,11 +44,12 @@ def kv_bytes_per_block(
     *,
     has_values: bool = True,
     index: IndexRows | None = None,
+    shapes: Sequence[LayerShape] = (),
 ) -> int:
     """Bytes of one block over all layers, keys and values together, with the scales of int8 and the index keys.
-    `has_values` and `index`: see KVCachePool."""
-    scale = SCALE_DTYPE.itemsize if dtype is torch.int8 else 0
-    rows = num_layers * (1 + has_values) * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale)
+    `has_values`, `index` and `shapes`: see KVCachePool."""
+    scales = heads_of_slot(shapes, num_kv_heads, head_dim) * SCALE_DTYPE.itemsize if dtype is torch.int8 else 0
+    rows = num_layers * (1 + has_values) * block_size * (num_kv_heads * head_dim * dtype.itemsize + scales)
     return rows + (0 if index is None else block_size * index.token_bytes)
 
 
@@ -74,6 +77,9 @@ class KVCachePool:
     With a layout of several groups the first dimension is the layers of one block, and a layer's blocks are those of
     its view (AttentionMetadata.view).
 
+    Layers may have heads of several sizes: those of the shape are then the widest's, a layer's rows are a part of a
+    slot (slot_rows.py), and scales are (layers, 2, blocks, block_size, heads of a slot).
+
     Zeroed instead of empty for two reasons: the operating system commits the pages only when blocks are first written,
     and a masked position never holds a NaN.
     """
@@ -94,21 +100,28 @@ class KVCachePool:
         has_values: bool = True,
         index: IndexRows | None = None,
         begins_small: bool = False,
+        shapes: Sequence[LayerShape] = (),
     ) -> None:
         """Allocate the pool: `num_blocks` for requests, and after them further ones, which no request gets.
         `has_scrap`: there is one more, for rows of no sequence. `layout`: places of the model's layers in blocks of
         `num_layers`; None: a block holds all layers. `has_values`: a token keeps values beside its keys. `index`: index
         keys beside both; None: there are none. `begins_small`: the pages are small until `leave_small_pages`, in the
-        host's memory and where the system can do so.
+        host's memory and where the system can do so. `shapes`: those of the layers with keys, if they differ.
 
         Raises StartupError naming --kv-memory when the memory cannot be had.
         """
         self.num_layers = num_layers
         # None: a block holds all layers.
         self.layout = layout
-        # Of each layer in turn, its view and its place, for the kernels that run all layers; empty: layers are in
-        # order, in one view.
-        self.places = [] if layout is None else [number for place in layout.places for number in place]
+        # Of each layer, where they differ.
+        columns = () if layout is None else layout.columns
+        self._slot_rows: list[SlotRows] = rows_of(shapes, columns)
+        # Of each layer in turn, its view, its place and its column, for the kernels that run all layers; empty: layers
+        # are in order, in one view.
+        self.places: list[int] = []
+        if layout is not None:
+            for place, column in zip(layout.places, columns or (0,) * len(layout.places), strict=True):
+                self.places += *place, column
         self.num_blocks = num_blocks
         self.num_further_blocks = num_further_blocks
         self.block_size = block_size
@@ -121,7 +134,7 @@ class KVCachePool:
         # States of recurrent layers; None: the model has none.
         self.states: StatePool | None = None
         self.bytes_per_block = kv_bytes_per_block(
-            num_layers, block_size, num_kv_heads, head_dim, dtype, has_values=has_values, index=index
+            num_layers, block_size, num_kv_heads, head_dim, dtype, has_values=has_values, index=index, shapes=shapes
         )
         all_blocks = num_blocks + num_further_blocks + has_scrap
         # Block that is written and never read; None: there is none.
@@ -139,7 +152,8 @@ class KVCachePool:
 
         try:
             self._data = zeros((*shape, head_dim), dtype)
-            self._scales = zeros(shape, SCALE_DTYPE) if dtype is torch.int8 else None
+            heads = heads_of_slot(shapes, num_kv_heads, head_dim)
+            self._scales = zeros((*shape[:-1], heads), SCALE_DTYPE) if dtype is torch.int8 else None
             self._index = None
             if index is not None:
                 self._index = zeros((index.num_layers, 1, all_blocks, block_size, index.dim), index.dtype)
@@ -151,11 +165,28 @@ class KVCachePool:
             ) from error
         # Place of each layer.
         places = range(num_layers) if layout is None else [place for _, place in layout.places]
-        self._turned = TurnedHeads(head_dim, device) if dtype is torch.int8 else None
-        self._keys: list[Tensor] = [self._data[place][0] for place in places]
-        self._values: list[Tensor] = [self._data[place][1] for place in places] if has_values else self._keys
+        # By dims of a head.
+        self._turned: dict[int, TurnedHeads] | None = None
+        if dtype is torch.int8:
+            self._turned = {dim: TurnedHeads(dim, device) for dim in {head_dim, *(one.head_dim for one in shapes)}}
         self._places = tuple(places)
+        self._keys: list[Tensor] = [self._part(layer, 0) for layer in range(len(self._places))]
+        self._values: list[Tensor] = self._keys
+        if has_values:
+            self._values = [self._part(layer, 1) for layer in range(len(self._places))]
         self._by_slot: KVCachePool | None = None
+
+    def _part(self, layer: int, part: int) -> Tensor:
+        """Return a layer's keys (0) or values (1)."""
+        place = self._data[self._places[layer], part]
+        return self._slot_rows[layer].of(place) if self._slot_rows else place
+
+    def _scale_part(self, layer: int, part: int) -> Tensor | None:
+        """Return the scales of the same."""
+        if self._scales is None:
+            return None
+        place = self._scales[self._places[layer], part]
+        return self._slot_rows[layer].scales_of(place) if self._slot_rows else place
 
     def shallow(self, num_layers: int) -> KVCachePool:
         """Return this pool's first layers, in the same memory, for a model with only these."""
@@ -166,7 +197,7 @@ class KVCachePool:
         twin.bytes_per_block = self.bytes_per_block // self.num_layers * num_layers
         twin._data = self._data[:num_layers]
         twin._scales = None if self._scales is None else self._scales[:num_layers]
-        twin._places = self._places[:num_layers]
+        twin._places, twin._slot_rows = self._places[:num_layers], self._slot_rows[:num_layers]
         twin._by_slot = None
         twin._keys, twin._values = self._keys[:num_layers], self._values[:num_layers]
         return twin
@@ -237,20 +268,20 @@ class KVCachePool:
         return self.num_blocks * self.bytes_per_block
 
     def key(self, layer: int) -> Tensor:
-        """View (blocks, block_size, kv_heads, head_dim), contiguous."""
+        """View (blocks, block_size, kv_heads, head_dim), contiguous but for slots that layers share."""
         return self._keys[layer]
 
     def value(self, layer: int) -> Tensor:
-        """View (blocks, block_size, kv_heads, head_dim), contiguous."""
+        """View of the values: see `key`."""
         return self._values[layer]
 
     def key_scale(self, layer: int) -> Tensor | None:
-        """View (blocks, block_size, kv_heads) of the keys' scales, contiguous; None for unquantised keys."""
-        return None if self._scales is None else self._scales[self._places[layer], 0]
+        """View (blocks, block_size, kv_heads) of the keys' scales, as `key`; None for unquantised keys."""
+        return self._scale_part(layer, 0)
 
     def value_scale(self, layer: int) -> Tensor | None:
         """View of the values' scales: see `key_scale`."""
-        return None if self._scales is None else self._scales[self._places[layer], -1]
+        return self._scale_part(layer, -1)
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Store one row of keys and values per slot; return them as `read_stored` will, in their own dtype. A pool
@@ -261,13 +292,14 @@ class KVCachePool:
                 self._rows(self._values[layer]).index_copy_(0, slots_T, v_TKD.flatten(1))
             return k_TKD, v_TKD
         kept = (k_TKD, v_TKD) if self.has_values else (k_TKD,)
-        parts = [quantise(self._turned.stored(x)) for x in kept]
+        parts = [quantise(self._turned[x.shape[-1]].stored(x)) for x in kept]
         # The kernels look for NaN in scores only, so a NaN among the values goes into the scale of the keys.
         parts[0] = parts[0][0], torch.where(parts[-1][1].isnan(), torch.nan, parts[0][1])
-        place = self._places[layer]
-        for part, (rows, scales) in enumerate(parts):
-            self._rows(self._data[place, part]).index_copy_(0, slots_T, rows.flatten(1))
-            self._rows(self._scales[place, part]).index_copy_(0, slots_T, scales)
+        for number, (rows, scales) in enumerate(parts):
+            places = self._scale_part(layer, number)
+            assert places is not None
+            self._rows(self._part(layer, number)).index_copy_(0, slots_T, rows.flatten(1))
+            self._rows(places).index_copy_(0, slots_T, scales)
         return _dequantised(*parts[0], k_TKD.dtype), _dequantised(*parts[-1], v_TKD.dtype)
 
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -275,22 +307,23 @@ class KVCachePool:
         if self._turned is None:
             return self.read_stored(layer, slots_C, dtype)
         # Rounded once.
-        keys, values = (self._turned.back(x) for x in self.read_stored(layer, slots_C, torch.float32))
+        keys, values = (self._turned[x.shape[-1]].back(x) for x in self.read_stored(layer, slots_C, torch.float32))
         return keys.to(dtype), values.to(dtype)
 
     def turned(self, x_THD: Tensor) -> Tensor:
         """Return queries for the keys of `read_stored`, or turn outputs of its values back: unchanged unless the pool
         is int8."""
-        return x_THD if self._turned is None else self._turned.back(x_THD)
+        return x_THD if self._turned is None else self._turned[x_THD.shape[-1]].back(x_THD)
 
     def read_stored(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the same as it is stored: heads of int8 are turned."""
         # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
-        shape = (-1, self.num_kv_heads, self.head_dim)
         parts = (self._keys[layer], self._values[layer]) if self.has_values else (self._keys[layer],)
+        shape = (-1, *parts[0].shape[2:])
         rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in parts]
         if self._scales is not None:
-            scales = [F.embedding(slots_C, self._rows(x)) for x in self._scales[self._places[layer]]]
+            found = [self._scale_part(layer, part) for part in range(len(parts))]
+            scales = [F.embedding(slots_C, self._rows(x)) for x in found if x is not None]
             rows = [_dequantised(row, scale, dtype) for row, scale in zip(rows, scales, strict=True)]
         return rows[0], rows[-1]
 

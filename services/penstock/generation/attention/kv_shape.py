@@ -12,6 +12,7 @@ from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_blo
 
 if TYPE_CHECKING:
     from penstock.generation.attention.cache_layout import CacheLayout
+    from penstock.generation.core.layer_shapes import LayerShape
     from penstock.generation.core.model_config import ModelConfig
 
 
@@ -26,6 +27,7 @@ class KVShape:
     dtype: torch.dtype
     has_values: bool
     index: IndexRows | None
+    shapes: tuple[LayerShape, ...] = ()
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class KVShape:
             kv_cache_dtype(requested, dtype),
             config.has_values,
             index_rows(config, dtype),
+            config.kv_shapes,
         )
 
     @property
@@ -62,6 +65,7 @@ class KVShape:
             self.dtype,
             has_values=self.has_values,
             index=self.index,
+            shapes=self.shapes,
         )
 
     def pool(
@@ -89,4 +93,5 @@ class KVShape:
             has_values=self.has_values,
             index=self.index,
             begins_small=begins_small,
+            shapes=self.shapes,
         )

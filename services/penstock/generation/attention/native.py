@@ -33,13 +33,14 @@ class NativeAttention(Attention):
     def forward(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
+        if k_TKD is not None and v_TKD is not None:
+            kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
         return self._attend(q_THD, layer, metadata, kv)
 
     @override
@@ -68,6 +69,8 @@ class NativeAttention(Attention):
             layer.q_norm,
             layer.k_norm,
             layer.eps,
+            layer.parts,
+            layer.norms_values,
         )
         return self._attend(q_THD, layer, metadata, kv)
 

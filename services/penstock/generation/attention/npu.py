@@ -48,12 +48,15 @@ class NPUAttention(Attention):
     def forward(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
+        # Layers that only read have torch's operators (models.loader.attention_of).
+        assert k_TKD is not None
+        assert v_TKD is not None
         if layer.changes_scores or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
             return self._portable.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
         keys, values = kv.key(layer.index), kv.value(layer.index)

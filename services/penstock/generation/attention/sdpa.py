@@ -55,13 +55,16 @@ class SDPAAttention(Attention):
     def forward(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        k_TKD, v_TKD = kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
+        if k_TKD is None or v_TKD is None:
+            k_TKD, v_TKD = kv.read_stored(layer.index, metadata.slot_mapping, q_THD.dtype)
+        else:
+            k_TKD, v_TKD = kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
         # Few rows are turned, in place of all keys and values.
         return kv.turned(self._attend_stored(kv.turned(q_THD), k_TKD, v_TKD, layer, metadata, kv))
 
@@ -75,7 +78,7 @@ class SDPAAttention(Attention):
         kv: KVCachePool,
     ) -> Tensor:
         """Attend to keys and values as they are stored."""
-        groups = _plan(metadata, layer.window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
+        groups = _plan(metadata, layer.window, q_THD.dtype, q_THD.shape[1] // layer.num_kv_heads, kv.block_size)
         if layer.changes_scores:
             out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
             for group in groups:
@@ -105,18 +108,18 @@ def _attend(
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_RHD, k_RKD, v_RKD))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
-    shape = (group.num_seqs, -1, kv.num_kv_heads, head_dim)
+    shape = (group.num_seqs, -1, layer.num_kv_heads, head_dim)
     k, v = (x.view(shape).transpose(1, 2) for x in kv.read_stored(layer.index, group.slots, q_RHD.dtype))
     if group.query_len > MAX_BATCHED_QUERY:
         q = q_RHD.view(group.num_seqs, group.query_len, num_heads, head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=layer.scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(num_rows, num_heads, head_dim)
     # The query heads of one key/value head become rows: keys are read once, and bf16 takes the blocked path.
-    heads_per_kv = num_heads // kv.num_kv_heads
-    grouped = (group.num_seqs, group.query_len, kv.num_kv_heads, heads_per_kv, head_dim)
+    heads_per_kv = num_heads // layer.num_kv_heads
+    grouped = (group.num_seqs, group.query_len, layer.num_kv_heads, heads_per_kv, head_dim)
     q = q_RHD.reshape(grouped).transpose(1, 2).flatten(2, 3)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=layer.scale)
-    out = out.view(group.num_seqs, kv.num_kv_heads, group.query_len, heads_per_kv, head_dim)
+    out = out.view(group.num_seqs, layer.num_kv_heads, group.query_len, heads_per_kv, head_dim)
     return out.transpose(1, 2).reshape(num_rows, num_heads, head_dim)
 
 
@@ -131,7 +134,7 @@ def _attend_by_scores(
     """Attention of one group's rows with changed scores, which torch's own operator does not support: in float32, the
     heads of one key/value head at a time."""
     num_rows, num_heads, head_dim = q_RHD.shape
-    heads_per_kv = num_heads // kv.num_kv_heads
+    heads_per_kv = num_heads // layer.num_kv_heads
     if group.slots is None:
         keys, values = k_RKD, v_RKD
         visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q_RHD.device).tril()
@@ -141,12 +144,12 @@ def _attend_by_scores(
         # The rows of a batched group's mask are (query, head of the group), all of a query the same.
         step = heads_per_kv if group.query_len <= MAX_BATCHED_QUERY else 1
         mask = cast("Tensor", group.mask)[:, 0, ::step].float()
-    shape = (group.num_seqs, group.query_len, kv.num_kv_heads, heads_per_kv, head_dim)
+    shape = (group.num_seqs, group.query_len, layer.num_kv_heads, heads_per_kv, head_dim)
     q_NQKGD = q_RHD.reshape(shape)
-    k_NCKD, v_NCKD = (x.view(group.num_seqs, -1, kv.num_kv_heads, head_dim) for x in (keys, values))
+    k_NCKD, v_NCKD = (x.view(group.num_seqs, -1, layer.num_kv_heads, head_dim) for x in (keys, values))
     out = torch.empty_like(q_NQKGD)
     behind_NQC = _behind(group, q_RHD) if layer.slopes is not None else None
-    for head in range(kv.num_kv_heads):
+    for head in range(layer.num_kv_heads):
         q_GNQD = q_NQKGD[:, :, head].float().permute(2, 0, 1, 3)
         scores = torch.matmul(q_GNQD, k_NCKD[:, :, head].float().transpose(1, 2)) * layer.scale
         if layer.softcap:

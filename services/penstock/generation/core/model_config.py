@@ -13,6 +13,7 @@ from penstock.common.errors import StartupError
 from penstock.generation.core.delta_heads import DeltaHeads
 from penstock.generation.core.index_heads import IndexHeads
 from penstock.generation.core.latent_heads import LatentHeads
+from penstock.generation.core.layer_shapes import LayerInputs, LayerShape
 
 CONFIG_FILE = "config.json"
 # No model has more. A config.json may contain any number, and lists of that length are made before weights are read.
@@ -220,6 +221,15 @@ class ModelConfig:
     delta: DeltaHeads | None = None
     # Each head of attention has a gate beside its query: the sigmoid of it multiplies the head's output.
     has_gates: bool = False
+    # One entry per layer, where layers differ in heads, or read the keys of others; empty: the sizes above are those of
+    # all. The pool's geometry (`num_kv_heads`, `head_dim`) is that of the layer with the widest keys.
+    layer_shapes: tuple[LayerShape, ...] = ()
+    # Values are normed, without a weight.
+    norms_values: bool = False
+    # The stream after each layer is multiplied by a number of the layer.
+    has_layer_scalars: bool = False
+    # None: layers have no vectors of tokens.
+    layer_inputs: LayerInputs | None = None
     # Layers after the last one that the checkpoint has for drafts. The model does without them: models.mtp reads them.
     num_draft_layers: int = 0
     # They are named as layers that follow (weights.draft_layers).
@@ -242,27 +252,55 @@ class ModelConfig:
         """True when a token keeps values beside its keys: those of a latent are read out of the key."""
         return self.latent is None
 
-    @property
-    def rope_width(self) -> int:
-        """Dims of a head that the rotary embedding is made for."""
-        return self.head_dim if self.latent is None else self.latent.turned_dim
+    def rope_width(self, layer: int) -> int:
+        """Return the dims of a head that a layer's rotary embedding is made for."""
+        return self.shape(layer).head_dim if self.latent is None else self.latent.turned_dim
 
     @property
     def num_kv_layers(self) -> int:
         """Number of layers that have keys in the pool."""
+        if self.layer_shapes:
+            return len(self.kv_shapes)
         return self.num_layers if self.delta is None else self.num_layers - self.delta.num_layers
 
     @property
+    def widest_head(self) -> int:
+        """Most dims of a head of any layer."""
+        return max((shape.head_dim for shape in self.layer_shapes), default=self.head_dim)
+
+    @property
+    def kv_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the layers that have keys in the pool, in order; empty: they are alike."""
+        return tuple(shape for shape in self.layer_shapes if shape.source is None)
+
+    @property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Numbers of a token's keys in each of these layers; empty: they are alike."""
+        return tuple(shape.kv_width for shape in self.kv_shapes)
+
+    @property
     def has_graphs(self) -> bool:
-        """True when callers may run the model's layers one by one: each keeps keys and values, and has no gates."""
-        return self.has_values and self.delta is None and not self.has_gates
+        """True when callers may run the model's layers one by one: each keeps keys and values of one size, and has no
+        gates, and no vectors of tokens."""
+        return self.has_values and self.delta is None and not self.has_gates and not self.layer_shapes
+
+    def shape(self, layer: int) -> LayerShape:
+        """Return the sizes of a layer."""
+        if self.layer_shapes:
+            return self.layer_shapes[layer]
+        return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size)
 
     def keeps_state(self, layer: int) -> bool:
         """True when the layer keeps a state of each sequence instead of keys and values."""
         return self.delta is not None and self.delta.layers[layer]
 
     def kv_place(self, layer: int) -> int:
-        """Return the number of a layer among those that have keys in the pool, if it is one of them."""
+        """Return the number, among the layers that have keys in the pool, of the one with the keys that a layer reads:
+        its own, as a rule."""
+        if self.layer_shapes:
+            source = self.layer_shapes[layer].source
+            own = layer if source is None else source
+            return sum(shape.source is None for shape in self.layer_shapes[:own])
         return layer if self.delta is None else self.delta.place(layer)
 
     def has_experts(self, layer: int) -> bool:

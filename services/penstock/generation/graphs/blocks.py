@@ -95,6 +95,8 @@ def run_layer(
     """Return the residual stream (T, hidden) after a layer; the stream before it is not changed."""
     stream_TI = hidden_TI.to(model.stream_dtype, copy=True, memory_format=torch.contiguous_format)
     pending_TI = model.layers[layer](stream_TI, None, model.step(positions_T, metadata, kv))
+    # Layers with a number that multiplies the stream leave nothing pending: they have no graphs.
+    assert pending_TI is not None
     # A layer's result goes to the caller in the model's dtype.
     return stream_TI.add_(pending_TI).to(hidden_TI.dtype)
 

@@ -127,6 +127,8 @@ class Step:
     stream: torch.dtype
     # None: no row has an adapter.
     adapters: AdapterBatch | None = None
+    # Vectors of the rows' tokens for each layer (T, layers * dim); None: layers have none.
+    inputs_TX: Tensor | None = None
 
     def linear(self, linear: Linear, x_TI: Tensor, layer: int, site: int) -> Tensor:
         """Return the product of a linear layer, with the adapters' parts where there are some."""
@@ -162,9 +164,13 @@ class LayerAttention(Protocol):
 class SelfAttention:
     """Fused qkv, optional head norm, rotary embedding, paged attention, output projection."""
 
-    def __init__(self, layer: AttentionLayer, qkv: Linear, output: Linear, turn: int = 0) -> None:
-        """Take the layer's parts; `turn` is the number of its rotary embedding in Step.turns."""
+    def __init__(
+        self, layer: AttentionLayer, qkv: Linear, output: Linear, turn: int = 0, number: int | None = None
+    ) -> None:
+        """Take the layer's parts; `turn` is the number of its rotary embedding in Step.turns. `number`: of the layer
+        among all; None: that of its keys in the pool."""
         self.layer = layer
+        self.number = layer.index if number is None else number
         self.turn = turn
         self.qkv = qkv
         self.output = output
@@ -177,13 +183,13 @@ class SelfAttention:
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's keys and values into the pool."""
         layer = self.layer
-        qkv = step.linear(self.qkv, x_TI, layer.index, QKV)
+        qkv = step.linear(self.qkv, x_TI, self.number, QKV)
         cos, sin = step.turns[self.turn]
         metadata = step.metadata
         if step.kv.layout is not None:
             metadata = metadata.view(step.kv.view_of(layer.index))
         out = step.attention.forward_qkv(qkv, cos, sin, layer, metadata, step.kv)
-        return step.addend(self.output, out.flatten(1), layer.index, OUTPUT)
+        return step.addend(self.output, out.flatten(1), self.number, OUTPUT)
 
 
 class SwiGLU:
@@ -219,7 +225,7 @@ class DecoderLayer:
         """Linear layers that --quantization changes."""
         return (*self.attention.linears, *self.mlp.linears)
 
-    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
+    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor | None:
         """Run the layer on the residual stream `hidden` + `pending` (None: nothing), both (T, hidden). Changes `hidden`
         in place and returns the tensor that is pending after this layer."""
         normed = self.input_norm.add(hidden_TI, pending_TI)
@@ -234,7 +240,11 @@ class AroundLayer(DecoderLayer):
     mlp_out: RMSNorm
 
     @override
-    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
+    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor | None:
+        return self.addend(hidden_TI, pending_TI, step)
+
+    def addend(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
+        """Return what is pending after attention and MLP."""
         normed = self.input_norm.add(hidden_TI, pending_TI)
         attended = self.attention_out.of_addend(self.attention(normed, step))
         return self.mlp_out.of_addend(self.mlp(self.post_attention_norm.add(hidden_TI, attended), step))
@@ -249,3 +259,46 @@ class ParallelLayer(DecoderLayer):
         normed = self.input_norm.add(hidden_TI, pending_TI)
         hidden_TI.add_(self.attention(normed, step))
         return self.mlp(normed, step)
+
+
+class LayerInput:
+    """Part of a layer that adds something for a row's token: norm(projection(gelu(gate(stream)) * token's vector))."""
+
+    def __init__(self, gate: Linear, projection: Linear, norm: RMSNorm, first: int, dim: int) -> None:
+        """Take the parts; the layer's numbers of Step.inputs_TX are `dim` from `first` on."""
+        self.gate = gate
+        self.projection = projection
+        self.norm = norm
+        self._own = slice(first, first + dim)
+        self._stream = NoNorm(norm.kernels)
+
+    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor, step: Step) -> Tensor:
+        """Add `pending` to the stream `hidden` in place; return what comes next (T, hidden)."""
+        assert step.inputs_TX is not None
+        gates = self.gate(self._stream.add(hidden_TI, pending_TI))
+        inner = self.norm.kernels.gelu_times(gates, step.inputs_TX[:, self._own])
+        rounds = step.stream is inner.dtype
+        return self.norm.of_addend(self.projection(inner) if rounds else self.projection.as_float(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLayer(AroundLayer):
+    """A layer that also adds what it has for a row's token, and multiplies the stream by a number of its own."""
+
+    own_input: LayerInput | None
+    factor: float
+
+    @property
+    @override
+    def quantisable(self) -> tuple[Linear, ...]:
+        own = self.own_input
+        linears = (*self.attention.linears, *self.mlp.linears)
+        return linears if own is None else (*linears, own.gate, own.projection)
+
+    @override
+    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor | None:
+        added = self.addend(hidden_TI, pending_TI, step)
+        if self.own_input is not None:
+            added = self.own_input(hidden_TI, added, step)
+        hidden_TI.add_(added).mul_(self.factor)
+        return None

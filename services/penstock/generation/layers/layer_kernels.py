@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,19 @@ from penstock.generation.core.model_config import Activation
 
 # gpt-oss's activation.
 _ALPHA, _LIMIT = 1.702, 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class InputNorm:
+    """Numbers by which vectors of tokens are made (`LayerKernels.token_inputs`)."""
+
+    # Of a layer's numbers of the product, (dim) in float32.
+    weight_D: Tensor
+    eps: float
+    # Of the product before its norm, of the table's row, and of their sum.
+    product_factor: float
+    row_factor: float
+    factor: float
 
 
 class LayerKernels:
@@ -62,6 +76,17 @@ class LayerKernels:
     def sigmoid_mul(self, gates_TF: Tensor, x_TF: Tensor) -> Tensor:
         """Return sigmoid(gates) * x. Rows of the gates may lie apart."""
         return gates_TF.sigmoid().mul_(x_TF)
+
+    def gelu_times(self, gates_TF: Tensor, x_TF: Tensor) -> Tensor:
+        """Return gelu(gates) * x, by tanh. Rows of x may lie apart."""
+        return F.gelu(gates_TF, approximate="tanh").mul_(x_TF)
+
+    def token_inputs(self, products_TX: Tensor, rows_TX: Tensor, norm: InputNorm) -> Tensor:
+        """Return vectors of tokens for each layer: products of the embedding, normed layer by layer, joined with rows
+        of the table; all are (T, layers * dim)."""
+        by_layer = (products_TX * norm.product_factor).view(len(products_TX), -1, len(norm.weight_D))
+        normed_TX = self.rms_norm_once(by_layer, norm.weight_D, norm.eps).flatten(1)
+        return (normed_TX + rows_TX * norm.row_factor) * norm.factor
 
     def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """Return the function that gates the second half of every row with the first: (T, 2 F) -> (T, F)."""
@@ -141,6 +166,17 @@ class NativeKernels(LayerKernels):
     @override
     def sigmoid_mul(self, gates_TF: Tensor, x_TF: Tensor) -> Tensor:
         result: Tensor = torch.ops.penstock.sigmoid_mul(gates_TF, x_TF)
+        return result
+
+    @override
+    def gelu_times(self, gates_TF: Tensor, x_TF: Tensor) -> Tensor:
+        result: Tensor = torch.ops.penstock.gelu_times(gates_TF, x_TF)
+        return result
+
+    @override
+    def token_inputs(self, products_TX: Tensor, rows_TX: Tensor, norm: InputNorm) -> Tensor:
+        factors = (norm.eps, norm.product_factor, norm.row_factor, norm.factor)
+        result: Tensor = torch.ops.penstock.token_inputs(products_TX, rows_TX, norm.weight_D, *factors)
         return result
 
 

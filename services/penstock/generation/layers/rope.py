@@ -106,11 +106,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     "dynamic" equals "default" up to `max_position_embeddings`, where our context ends: beyond it transformers lets the
     longest sequence of a batch change the keys of all the others. A dim that does not turn has 0.
     """
-    turned = _turning_frequencies(rope, rope.rotary_dim or head_dim)
+    if rope.rope_type == "proportional":
+        # Those that a whole head has.
+        turned = (1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)) / rope.factor
+        turned = turned[: (rope.rotary_dim or head_dim) // 2]
+    else:
+        turned = _turning_frequencies(rope, rope.rotary_dim or head_dim)
     return F.pad(turned, (0, head_dim // 2 - len(turned)))
 
 
 def _turning_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Return the frequencies of the dims that turn, `head_dim` of them."""
     if rope.rope_type == "longrope":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / (torch.tensor(rope.divisors, dtype=torch.float32) * rope.theta**exponents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -28,7 +29,7 @@ from penstock.generation.layers.lora import (
 )
 from penstock.generation.models.fused import FusedLayers, can_fuse
 from penstock.generation.models.hidden_keeper import LayerTaps
-from penstock.generation.models.state_limits import NOT_ATTENDED, NOT_WHOLE
+from penstock.generation.models.state_limits import NOT_ATTENDED, NOT_WHOLE, NOT_WITHOUT_IDS
 from penstock.generation.weights.tensor_names import site_linears
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.linear.base import Linear, Rows
     from penstock.generation.layers.rope import RotaryEmbedding
+    from penstock.generation.layers.token_inputs import TokenInputs
     from penstock.generation.models.hidden_keeper import StateKeeper
     from penstock.generation.models.model_parts import ModelParts
 
@@ -62,9 +64,11 @@ class CausalLM:
         num_bytes: int,
         mapped_bytes: int = 0,
         parts: ModelParts | None = None,
+        token_inputs: TokenInputs | None = None,
     ) -> None:
         """Take the parts of a model; `embedding` is a table (vocabulary, hidden) or the rows of `lm_head`. Layers refer
-        to their rotary embedding by its place in `rotaries`. `parts`: the same by name; None: nothing replaces any."""
+        to their rotary embedding by its place in `rotaries`. `parts`: the same by name; None: nothing replaces any.
+        `token_inputs`: what makes tokens' vectors for each layer; None: they have none."""
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -76,6 +80,7 @@ class CausalLM:
         self.layers = tuple(layers)
         self.attention = attention
         self._embedding = embedding
+        self.token_inputs = token_inputs
         table = embedding if isinstance(embedding, Tensor) else None
         self._rows = cast("Rows", embedding) if table is None else partial(F.embedding, weight=table)
         # In the model's dtype, as in transformers.
@@ -83,8 +88,8 @@ class CausalLM:
         if self._embedding_scale != 1.0:
             self._rows = _Scaled(self._rows, self._embedding_scale)
         self._fused = (
-            FusedLayers(config, self.layers, norm, lm_head, rotaries, table, self._embedding_scale, dtype)
-            if can_fuse(config, self.layers, norm, lm_head, attention)
+            FusedLayers(config, self.layers, norm, lm_head, rotaries, table, self._embedding_scale, dtype, token_inputs)
+            if can_fuse(config, self.layers, norm, lm_head, attention, token_inputs)
             else None
         )
         self._norm = norm
@@ -107,7 +112,10 @@ class CausalLM:
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """Fields of a request that it cannot do: some where layers keep states, or read chosen positions."""
+        """Fields of a request that it cannot do: some where layers keep states, read chosen positions, or have vectors
+        of tokens."""
+        if self.token_inputs is not None:
+            return NOT_WITHOUT_IDS
         if self.config.index is not None:
             return NOT_WHOLE
         return {} if self.config.delta is None else NOT_ATTENDED
@@ -123,8 +131,14 @@ class CausalLM:
 
     @property
     def sights(self) -> Sequence[LayerSight]:
-        """Positions that each layer's rows read in the pool."""
-        align, windows = self.attention.reads_behind + 1, self.config.sliding_windows
+        """Positions that rows read in the pool of each layer that has keys there. A layer that reads another's has its
+        window."""
+        align, config = self.attention.reads_behind + 1, self.config
+        windows = [
+            window
+            for layer, window in enumerate(config.sliding_windows)
+            if not config.layer_shapes or config.layer_shapes[layer].source is None
+        ]
         return [LayerSight() if window is None else LayerSight(window, align=align) for window in windows]
 
     @property
@@ -135,8 +149,8 @@ class CausalLM:
 
     def shallow(self, num_layers: int) -> CausalLM:
         """Return a model of the first `num_layers` layers on the same weights, to measure a step; its logits are
-        meaningless. A model with states cannot be cut, and returns itself: its layers are of two kinds."""
-        if self.config.delta is not None:
+        meaningless. A model with layers of several kinds cannot be cut, and returns itself."""
+        if self.config.delta is not None or self.config.layer_shapes:
             return self
         return CausalLM(
             self.config,
@@ -150,6 +164,7 @@ class CausalLM:
             device=self.device,
             num_bytes=self.num_bytes,
             mapped_bytes=self.mapped_bytes,
+            token_inputs=self.token_inputs,
         )
 
     @property
@@ -207,10 +222,15 @@ class CausalLM:
         hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
         taps = keeper if isinstance(keeper, LayerTaps) else None
         if self._fused is not None and keeper is taps and attention in (None, self.attention):
+            table_rows = self._table_rows(input_ids_T)
             if taps is not None and taps.wants(len(self.layers)) and rows_R is not None:
-                return self._fused(hidden, positions_T, metadata, kv, None, adapters, taps, draws=False)[0][rows_R]
-            return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, draws=False)[0]
+                return self._fused(hidden, positions_T, metadata, kv, None, adapters, taps, table_rows, draws=False)[0][
+                    rows_R
+                ]
+            return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, table_rows, draws=False)[0]
         step = self.step(positions_T, metadata, kv, attention, adapters)
+        if self.token_inputs is not None:
+            step = replace(step, inputs_TX=self.token_inputs(hidden, self.table_ids(input_ids_T)))
         hidden = hidden.to(self.stream_dtype)
         pending: Tensor | None = None
         for number, layer in enumerate(self.layers):
@@ -244,7 +264,8 @@ class CausalLM:
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
         hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
-        return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, draws=True)
+        table_rows = self._table_rows(input_ids_T)
+        return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, table_rows, draws=True)
 
     def decode(
         self,
@@ -298,6 +319,14 @@ class CausalLM:
         if adapters is not None and adapters.changes_embedding:
             adapters.add_to_embedding(hidden, input_ids_T)
         return hidden
+
+    def table_ids(self, input_ids_T: Tensor) -> Tensor:
+        """Return the ids of rows as the table of tokens' vectors has them."""
+        return input_ids_T
+
+    def _table_rows(self, input_ids_T: Tensor) -> Tensor | None:
+        """Return the table's rows; None: tokens have no vectors."""
+        return None if self.token_inputs is None else self.token_inputs.rows(self.table_ids(input_ids_T))
 
     def step(
         self,

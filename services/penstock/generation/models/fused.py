@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.generation.attention.native import NativeAttention
-from penstock.generation.layers.decoder_layer import AroundLayer, LayerNorm, NoNorm, SelfAttention, SwiGLU
+from penstock.generation.layers.decoder_layer import (
+    AroundLayer,
+    LayerNorm,
+    NoNorm,
+    ScaledLayer,
+    SelfAttention,
+    SwiGLU,
+)
 from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.linear.native import NativeLinear
 
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.generation.layers.linear.base import Linear
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.layers.rope import RotaryEmbedding
+    from penstock.generation.layers.token_inputs import TokenInputs
     from penstock.generation.models.hidden_keeper import LayerTaps
 
 
@@ -39,9 +47,10 @@ class FusedLayers:
         table: Tensor | None,
         embedding_scale: float,
         dtype: torch.dtype,
+        tokens: TokenInputs | None = None,
     ) -> None:
         """Take layers and head that `can_fuse` accepted. `table` is the embedding; None: it is the head's rows.
-        `dtype`: the model's."""
+        `dtype`: the model's. `tokens`: what makes tokens' vectors for each layer; None: they have none."""
         last = cast(NativeLinear, head)
         # csrc/decoder/ops_decoder.cpp takes every one of these names and refuses others.
         sizes = {
@@ -61,16 +70,26 @@ class FusedLayers:
             "embedding_scale": embedding_scale,
             "residual_scale": config.residual_scale,
         }
+        end = {"norm": norm.weight, **named_parts("head", last)}
+        if tokens is not None:
+            sizes["token_format"] = int(cast(NativeLinear, tokens.product).format)
+            factors |= {
+                "token_product": tokens.norm.product_factor,
+                "token_row": tokens.norm.row_factor,
+                "token_sum": tokens.norm.factor,
+            }
+            end |= {"token_norm": tokens.norm.weight_D, **named_parts("token_product", tokens.product)}
         self.decoder: Any = torch.classes.penstock.Decoder(
             sizes,
             factors,
             [named_tensors(layer) for layer in layers],
             [own_sizes(layer) for layer in layers],
-            {"norm": norm.weight, **named_parts("head", last)},
+            end,
         )
         self._forward, self._decode = self.decoder.forward, self.decoder.decode
         self._rotaries = tuple(rotaries)
         self.table = table
+        self._token_table = None if tokens is None else tokens.table
         # Rows of taps are of this dtype and width.
         self._like_TI = torch.empty((0, config.hidden_size), dtype=dtype)
 
@@ -83,11 +102,13 @@ class FusedLayers:
         rows_R: Tensor | None,
         adapters: AdapterBatch | None = None,
         taps: LayerTaps | None = None,
+        table_rows_TX: Tensor | None = None,
         *,
         draws: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return hidden_RI of `rows_R` (ascending; None: of all) after the final norm; overwrite the embeddings
-        `hidden_TI` and fill `taps`. They may have rows after the final norm only where all are wanted.
+        `hidden_TI` and fill `taps`. They may have rows after the final norm only where all are wanted. `table_rows_TX`:
+        the rows of tokens' vectors, where layers have some.
 
         `draws`: also return for each row the id of its highest logit (R), the first of equals, -1 if that is not
         finite; else an empty tensor. An unwanted row ends with its keys and values in the last layer.
@@ -108,6 +129,7 @@ class FusedLayers:
             None if adapters is None else adapters.native,
             kv.places,
             None if taps is None else (list(taps.layers), taps.room(len(hidden_TI), hidden_TI)),
+            table_rows_TX,
         )
         return result
 
@@ -128,7 +150,7 @@ class FusedLayers:
         native = None if adapters is None else adapters.native
         tapped = None if taps is None else (list(taps.layers), taps.room(len(ids), self._like_TI))
         drawn: list[int] = self._decode(
-            ids, lengths, tables, self.table, cos, sin, *kv.tensors, native, kv.places, tapped
+            ids, lengths, tables, self.table, cos, sin, *kv.tensors, native, kv.places, tapped, self._token_table
         )
         return drawn
 
@@ -139,7 +161,12 @@ class FusedLayers:
 
 
 def can_fuse(
-    config: ModelConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, head: Linear, attention: object
+    config: ModelConfig,
+    layers: Sequence[DecoderLayer],
+    norm: RMSNorm,
+    head: Linear,
+    attention: object,
+    tokens: TokenInputs | None = None,
 ) -> bool:
     """True when everything is native, no width needs padding, and every layer is of a kind that csrc/decoder knows."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
@@ -157,20 +184,36 @@ def can_fuse(
         return False
     if not all(isinstance(linear, NativeLinear) for layer in layers for linear in layer.quantisable):
         return False
-    widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    if tokens is not None and not isinstance(tokens.product, NativeLinear):
+        return False
+    widths = {config.hidden_size} | {linear.in_features for layer in layers for linear in layer.quantisable}
     return isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
 def own_sizes(layer: DecoderLayer) -> dict[str, int]:
     """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
     attention = cast(SelfAttention, layer.attention)
-    sizes = {"window": attention.layer.window or 0, "turn": attention.turn}
+    own = attention.layer
+    sizes = {
+        "window": own.window or 0,
+        "turn": attention.turn,
+        "num_kv_heads": own.num_kv_heads,
+        "head_dim": own.head_dim,
+        "inner": cast(SwiGLU, layer.mlp).down.in_features,
+        "keys": own.index,
+        "parts": own.parts,
+        "norms_values": int(own.norms_values),
+    }
+    if isinstance(layer, ScaledLayer) and layer.own_input is not None:
+        sizes["token_dim"] = layer.own_input.projection.in_features
     return sizes | {f"{name}.format": int(linear.format) for name, linear in _products(layer).items()}
 
 
 def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
     attention, mlp = cast(SelfAttention, layer.attention), cast(SwiGLU, layer.mlp)
     products = {"qkv": attention.qkv, "output": attention.output, "gated": mlp.gated, "down": mlp.down}
+    if isinstance(layer, ScaledLayer) and layer.own_input is not None:
+        products |= {"token_gate": layer.own_input.gate, "token_out": layer.own_input.projection}
     return cast("dict[str, NativeLinear]", products)
 
 
@@ -183,6 +226,10 @@ def named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     norms = {"input_norm": layer.input_norm, "post_attention_norm": layer.post_attention_norm}
     if isinstance(layer, AroundLayer):
         norms |= {"attention_out_norm": layer.attention_out, "mlp_out_norm": layer.mlp_out}
+    if isinstance(layer, ScaledLayer):
+        tensors["factor"] = torch.tensor([layer.factor])
+        if layer.own_input is not None:
+            norms["token_norm"] = layer.own_input.norm
     tensors |= {name: norm.weight for name, norm in norms.items() if not isinstance(norm, NoNorm)}
     own = cast(SelfAttention, layer.attention).layer
     others = {"q_norm": own.q_norm, "k_norm": own.k_norm, "sinks": own.sinks}

@@ -18,7 +18,7 @@ from penstock.generation.models.family import (
     windows_in_turns,
 )
 
-_NORMS = LayerNorms(
+NORMS = LayerNorms(
     before_attention="input_layernorm",
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -32,17 +32,17 @@ def _finish(config: ConfigReader, model: ModelConfig, *, score_cap: float, logit
         raise config.unsupported("use_bidirectional_attention", "is not supported: rows see only earlier positions")
     return replace(
         model,
-        norms=_NORMS,
+        norms=NORMS,
         norm_kind=NormKind.RMS_ROUNDED_ONCE,
         norm_offset=1.0,
         embedding_scale=math.sqrt(model.hidden_size),
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=_cap(config, "attn_logit_softcapping", score_cap),
-        logit_softcap=_cap(config, "final_logit_softcapping", logit_cap),
+        attention_softcap=read_cap(config, "attn_logit_softcapping", score_cap),
+        logit_softcap=read_cap(config, "final_logit_softcapping", logit_cap),
     )
 
 
-def _cap(config: ConfigReader, field: str, default: float) -> float:
+def read_cap(config: ConfigReader, field: str, default: float) -> float:
     """Read a soft cap; 0 when it is null, or absent without a default."""
     if config.values.get(field, default or None) is None:
         return 0.0

@@ -22,8 +22,7 @@ from penstock.generation.core.model_config import Activation, ModelConfig
 from penstock.generation.layers.decoder_layer import Step
 from penstock.generation.layers.delta_net import state_layout
 from penstock.generation.layers.linear.base import Linear
-from penstock.generation.layers.rope import RotaryEmbedding
-from penstock.generation.models.loader import LayerMaker
+from penstock.generation.models.loader import LayerMaker, attention_of
 from penstock.generation.sampling.ops.seeded_generator import seeded_generator
 from penstock.generation.weights.tensor_names import LayerLinear, layer_linears, layer_prefix
 
@@ -106,6 +105,9 @@ class _RecordingWeights:
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
         return self._weights.head_and_table()
 
+    def token_table(self, name: str) -> Tensor:
+        return self._weights.token_table(name)
+
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         made = self._weights.linear(prefix, linear, activation)
         if linear.is_exact:
@@ -155,11 +157,5 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: to
     kv.states = new_states(state_layout(config.delta, dtype), count, device.torch_device)
     if kv.states is not None:
         metadata = replace(metadata, state_slots=tuple(range(count)))
-    rotaries = [
-        RotaryEmbedding(
-            rope, config.rope_width, device.torch_device, dtype, max_positions=config.max_position_embeddings
-        )
-        for rope in maker.ropes
-    ]
-    turns = [rotary(positions) for rotary in rotaries]
-    return Step(turns, metadata, kv, device.attention(dtype, config.head_dim), stream)
+    turns = [rotary(positions) for rotary in maker.rotaries(device)]
+    return Step(turns, metadata, kv, attention_of(config, dtype, device), stream)

@@ -38,6 +38,9 @@ class Weights(Protocol):
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
         """Return the last layer, and the embedding (vocabulary, hidden); None: it is the head's rows."""
 
+    def token_table(self, name: str) -> Tensor:
+        """Return another table with a row for each token, as the embedding's."""
+
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         """Return a linear layer of the decoder layer with the name prefix `prefix`; `activation` gates a gated one."""
 

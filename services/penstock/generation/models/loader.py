@@ -7,20 +7,24 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from penstock.common.dtypes import dtype_name
 from penstock.generation.attention.base import AttentionLayer
+from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.core.model_config import ModelConfig, NormKind
 from penstock.generation.layers.decoder_layer import (
     AroundLayer,
     DecoderLayer,
+    LayerInput,
     LayerNorm,
     Multiplied,
     NoNorm,
     ParallelLayer,
     RMSNorm,
     RMSNormOnce,
+    ScaledLayer,
     SelfAttention,
     SwiGLU,
 )
@@ -32,10 +36,11 @@ from penstock.generation.layers.gated_attention import GatedAttention
 from penstock.generation.layers.index_choice import IndexChoice, NativeIndexChoice
 from penstock.generation.layers.indexer import Indexer
 from penstock.generation.layers.latent_attention import DirectQueries, LatentAttention, LowRankQueries, Queries
-from penstock.generation.layers.layer_kernels import NativeKernels
+from penstock.generation.layers.layer_kernels import InputNorm, NativeKernels
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.layers.sparse_latent import SparseLatentAttention
 from penstock.generation.layers.summed import SummedAttention, SummedMLP
+from penstock.generation.layers.token_inputs import TokenInputs
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.loaded_weights import Weights
 from penstock.generation.models.model_parts import PartsKeeper
@@ -45,7 +50,12 @@ from penstock.generation.weights.tensor_names import (
     DELTA_DECAY,
     DELTA_NORM,
     INDEX_NORM,
+    INPUT_NORM,
+    INPUT_OUT_NORM,
+    INPUT_TABLE,
     LATENT_NORM,
+    LAYER_SCALAR,
+    MODEL_PREFIX,
     NORM,
     QUERY_NORM,
     LayerLinear,
@@ -53,13 +63,16 @@ from penstock.generation.weights.tensor_names import (
     choice_biases,
     head_dims,
     index_linears,
+    input_linears,
     layer_prefix,
     mlp_linears,
+    model_linears,
     rounds_once,
     tensor_shapes,
 )
 
 if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention
     from penstock.generation.core.index_heads import IndexHeads
     from penstock.generation.core.latent_heads import LatentHeads
     from penstock.generation.devices.base import Device
@@ -75,6 +88,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
     keeper = PartsKeeper(weights)
     lm_head, table = keeper.head_and_table()
     parts = LayerMaker(config, keeper, device.layer_kernels(weights.dtype), sum_parts)
+    token_inputs = parts.token_inputs(weights.dtype)
     layers = [parts.layer(i) for i in range(config.num_layers)]
     norm = parts.norm(NORM)
     config = dataclasses.replace(
@@ -89,23 +103,23 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
         layers=layers,
         norm=norm,
         lm_head=lm_head,
-        rotaries=[
-            RotaryEmbedding(
-                rope,
-                config.rope_width,
-                device.torch_device,
-                weights.dtype,
-                max_positions=config.max_position_embeddings,
-            )
-            for rope in parts.ropes
-        ],
-        attention=device.attention(weights.dtype, config.head_dim),
+        rotaries=parts.rotaries(device),
+        attention=attention_of(config, weights.dtype, device),
         dtype=weights.dtype,
         device=device.torch_device,
         num_bytes=weights.num_bytes,
         mapped_bytes=weights.mapped_bytes,
         parts=keeper.parts,
+        token_inputs=token_inputs,
     )
+
+
+def attention_of(config: ModelConfig, dtype: torch.dtype, device: Device) -> Attention:
+    """Return the attention of a model's layers."""
+    if config.layer_shapes and device.torch_device.type != "cpu":
+        # Accelerators' own operators are chosen by one width of heads, and take no slots that layers share.
+        return SDPAAttention()
+    return device.attention(dtype, config.widest_head)
 
 
 class LayerMaker:
@@ -116,10 +130,19 @@ class LayerMaker:
     ) -> None:
         self._config, self._weights, self._kernels = config, weights, kernels
         self._sum = sum_parts
-        # Rotary embeddings of the model, each once.
+        # Rotary embeddings of the layers, with their widths; and each of the model's once.
         layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
-        self.ropes = list(dict.fromkeys(layer_ropes))
-        self._turns = [self.ropes.index(rope) for rope in layer_ropes]
+        kinds = [(rope, config.rope_width(layer)) for layer, rope in enumerate(layer_ropes)]
+        self._ropes = list(dict.fromkeys(kinds))
+        self._turns = [self._ropes.index(kind) for kind in kinds]
+
+    def rotaries(self, device: Device) -> list[RotaryEmbedding]:
+        """Return the model's rotary embeddings, each once; layers refer to them by place."""
+        most = self._config.max_position_embeddings
+        return [
+            RotaryEmbedding(rope, width, device.torch_device, self._weights.dtype, max_positions=most)
+            for rope, width in self._ropes
+        ]
 
     def norm(self, name: str) -> RMSNorm:
         """Return a norm over the hidden size by the name of its weight."""
@@ -134,12 +157,42 @@ class LayerMaker:
         attention = self._attention(index, prefix)
         rest = mlp_linears(config, index)
         mlp = self._mixture(index, prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
+        if config.has_layer_scalars:
+            assert isinstance(mlp, SwiGLU)
+            factor = float(self._weights.tensor(f"{prefix}{LAYER_SCALAR}", is_exact=True))
+            own_input = self._input(index, prefix)
+            self._weights.layer_is_complete()
+            return ScaledLayer(before[0], attention, before[1], mlp, after[0], after[1], own_input, factor)
         self._weights.layer_is_complete()
         if config.is_parallel:
             return ParallelLayer(before[0], attention, before[1], mlp)
         if all(type(norm) is NoNorm for norm in after):
             return DecoderLayer(before[0], attention, before[1], mlp)
         return AroundLayer(before[0], attention, before[1], mlp, *after)
+
+    def _input(self, index: int, prefix: str) -> LayerInput | None:
+        """Return what a layer adds for a row's token; None: nothing."""
+        inputs = self._config.layer_inputs
+        if inputs is None:
+            return None
+        gate, projection = (self._linear(prefix, one) for one in input_linears(self._config))
+        return LayerInput(gate, projection, self.norm(f"{prefix}{INPUT_OUT_NORM}"), index * inputs.dim, inputs.dim)
+
+    def token_inputs(self, dtype: torch.dtype) -> TokenInputs | None:
+        """Return what makes the vectors of tokens; None: the model has none."""
+        inputs = self._config.layer_inputs
+        if inputs is None:
+            return None
+        table, (product,) = self._weights.token_table(INPUT_TABLE), model_linears(self._config)
+        norm = InputNorm(
+            self._norm_weight(INPUT_NORM),
+            self._config.rms_norm_eps,
+            product_factor=self._config.hidden_size**-0.5,
+            # In the model's dtype, as in transformers.
+            row_factor=float(torch.tensor(inputs.dim**0.5, dtype=dtype)),
+            factor=2.0**-0.5,
+        )
+        return TokenInputs(table, self._linear(MODEL_PREFIX, product), norm, self._kernels)
 
     def _attention(self, index: int, prefix: str) -> LayerAttention:
         if self._config.keeps_state(index):
@@ -152,7 +205,7 @@ class LayerMaker:
         if self._config.has_gates:
             return GatedAttention(index, layer, qkv, output, self._kernels, turn)
         if self._sum is None:
-            return SelfAttention(layer, qkv, output, turn)
+            return SelfAttention(layer, qkv, output, turn, index)
         return SummedAttention(layer, qkv, output, turn, self._sum)
 
     def _delta_net(self, index: int, prefix: str) -> DeltaNet:
@@ -223,13 +276,15 @@ class LayerMaker:
         return self._norm_in(prefix, name)
 
     def _attention_layer(self, index: int, prefix: str) -> AttentionLayer:
-        config = self._config
-        q_norm, k_norm = (self._head_norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        config, shape = self._config, self._config.shape(index)
+        reads_only = shape.source is not None
+        q_norm = self._head_norm(f"{prefix}self_attn.q_norm.weight")
+        k_norm = None if reads_only else self._head_norm(f"{prefix}self_attn.k_norm.weight")
         return AttentionLayer(
             config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.kv_place(index),
             config.sliding_windows[index],
             q_norm=q_norm,
@@ -239,6 +294,9 @@ class LayerMaker:
             softcap=config.attention_softcap,
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks", is_exact=True) if config.has_sinks else None,
             value_dim=0 if config.latent is None else config.latent.rank,
+            norms_values=config.norms_values,
+            values_are_keys=shape.values_are_keys,
+            reads_only=reads_only,
         )
 
     def _head_norm(self, name: str) -> Tensor | None:

@@ -56,6 +56,10 @@ class PartsKeeper:
         self.parts.head = self._weights.head_and_table()
         return self.parts.head
 
+    def token_table(self, name: str) -> Tensor:
+        self.parts.tensors[name] = made = self._weights.token_table(name)
+        return made
+
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         made = self._weights.linear(prefix, linear, activation)
         self.parts.linears[f"{prefix}{linear.name}"] = made
@@ -101,6 +105,9 @@ class ReplacedWeights:
         self._kept_bytes += head.num_bytes + (0 if table is None else table.nbytes)
         self.mapped_bytes = self._old_mapped
         return head, table
+
+    def token_table(self, name: str) -> Tensor:
+        return self._fresh.token_table(name) if name in self._names else self._kept_tensor(name)
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         stored = f"{prefix}{linear.parts[0]}"

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import Activation, ModelConfig
-from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.models.draft_head import DraftHead, Embed
 from penstock.generation.models.loader import LayerMaker
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights, TensorSource
@@ -65,12 +64,7 @@ class MultiTokenHead(DraftHead):
         """Take all weights, in the order of their use. `table`: an embedding of its own."""
         config, kernels = weights.config, device.layer_kernels(model.dtype)
         maker = LayerMaker(config, weights, kernels)
-        rotaries = [
-            RotaryEmbedding(
-                rope, config.rope_width, device.torch_device, model.dtype, max_positions=config.max_position_embeddings
-            )
-            for rope in maker.ropes
-        ]
+        rotaries = maker.rotaries(device)
         super().__init__(device.attention(model.dtype, config.head_dim), rotaries, kernels.stream_dtype(model.dtype))
         self.config, self.taps = config, (model.config.num_layers,)
         self.dtype, self.device, self.served_ids = model.dtype, device.torch_device, None
@@ -190,6 +184,9 @@ class LayerWeights:
     def table(self) -> Tensor | None:
         """Return an embedding of its own; None: it is the model's."""
         return self._weights.tensor(f"{self._prefix}{DRAFT_TABLE}") if self.has_table else None
+
+    def token_table(self, name: str) -> Tensor:
+        return self._weights.token_table(self._own(name))
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         return self._weights.linear(self._prefix, linear, activation)

@@ -43,6 +43,7 @@ from penstock.generation.models.dense_families import (
     SMOLLM3,
 )
 from penstock.generation.models.gemma import GEMMA2, GEMMA3
+from penstock.generation.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from penstock.generation.models.importance_cache import kept
 from penstock.generation.models.input_importance import measure_importance
 from penstock.generation.models.latent_families import (
@@ -65,7 +66,7 @@ from penstock.generation.weights.packed_weights import PackedWeights
 from penstock.generation.weights.quantised.table import open_checkpoint, read_format
 from penstock.generation.weights.sharding import FLAG, Shard, ShardedSource, own_inputs
 from penstock.generation.weights.stacked_experts import UnstackedExperts, stacked_shapes
-from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, layer_prefix, tensor_shapes
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, layer_prefix, tensor_shapes, unread_prefixes
 from penstock.generation.weights.text_part import text_part
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GRANITE, OLMO2, OLMO3, SMOLLM3, GLM, GLM4, COHERE, COHERE2),
-        *(GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
+        *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, SARVAM_MLA, GLM4_MOE_LITE, YOUTU, MINICPM3),
         *(DEEPSEEK_V32, GLM_MOE_DSA),
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
@@ -199,7 +200,8 @@ def checkpoint_weights(
         is_tied=config.tie_word_embeddings and shard is None,
         map_embeddings=map_embeddings,
     )
-    if quantization == INT4:
+    # Layers are measured one by one, without vectors of tokens.
+    if quantization == INT4 and config.layer_inputs is None:
         weights.importance = cache(partial(_importance, folder, config, device, computed, show, shard))
     return weights
 
@@ -210,6 +212,8 @@ def _checked(folder: Path, config: ModelConfig, progress: CountBytes | None) -> 
     num_left_out = config.num_draft_layers if config.drafts_are_layers else 0
     for layer in range(config.num_layers, config.num_layers + num_left_out):
         checkpoint.leave_out(layer_prefix(layer))
+    for prefix in unread_prefixes(config):
+        checkpoint.leave_out(prefix)
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}
     if config.tie_word_embeddings:

@@ -1,4 +1,5 @@
-"""Fields of a request that a model with states of layers, or with sparse attention, cannot do, and the reasons."""
+"""Fields of a request that some models cannot do, and the reasons: those with states of layers, with sparse attention,
+or with vectors of tokens for each layer."""
 
 from __future__ import annotations
 
@@ -10,3 +11,5 @@ NOT_ATTENDED = {
 NOT_WHOLE = {
     "output.output_attentions": "is not possible with this model: its rows attend to positions that an indexer chose"
 }
+# Where layers have vectors of tokens.
+NOT_WITHOUT_IDS = {"inputs_embeds": "is not possible with this model: its layers look at token ids"}

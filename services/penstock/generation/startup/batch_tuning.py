@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
@@ -110,7 +110,8 @@ class PromptTimer:
         layers = model.config.num_kv_layers if self._is_whole else min(_LAYERS, all_layers)
         blocks = min(kv.num_blocks, most_tokens // kv.block_size + 1)
         geometry = (layers, blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
-        small = KVCachePool(*geometry, kv.dtype, kv.device, has_values=kv.has_values, index=kv.index)
+        kinds: dict[str, Any] = {"has_values": kv.has_values, "index": kv.index, "shapes": model.config.kv_shapes}
+        small = KVCachePool(*geometry, kv.dtype, kv.device, **kinds)
         # Each runner times one sequence after another.
         small.states = new_states(model.state_layout, 1, kv.device)
         self._device = device

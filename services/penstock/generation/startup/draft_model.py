@@ -205,6 +205,10 @@ class ResizedVocabulary(CausalLM):
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         return super().embed(input_ids_T.clamp(max=self.config.vocab_size - 1), adapters)
 
+    @override
+    def table_ids(self, input_ids_T: Tensor) -> Tensor:
+        return input_ids_T.clamp(max=self.config.vocab_size - 1)
+
     @torch.inference_mode()
     @override
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:

@@ -102,7 +102,7 @@ def _layout(config: GenerationServiceConfig, weights: LoadedWeights) -> CacheLay
         return None
     if config.capture_steps and weights.device.graph_capture() is not None:
         return None
-    return layout_of(sights)
+    return layout_of(sights, model.config.kv_widths)
 
 
 def _kv_pool(

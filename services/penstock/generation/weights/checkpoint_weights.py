@@ -142,7 +142,7 @@ class CheckpointWeights:
         is_one = len(there) == 1 or self._checkpoint.are_equal(*there)
         if self._is_tied and not is_one:
             _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
-        return head, None if is_one and head.rows() is not None else self._table(there[0])
+        return head, None if is_one and head.rows() is not None else self.token_table(there[0])
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         """Raises StartupError naming the tensor that the format cannot hold."""
@@ -210,8 +210,8 @@ class CheckpointWeights:
         keep a third of a model in the heap."""
         trim_heap()
 
-    def _table(self, name: str) -> Tensor:
-        """Return an embedding, as a view of the file or in memory of its own."""
+    def token_table(self, name: str) -> Tensor:
+        """A view of the file, or in memory of its own."""
         stored = self._weight([name])
         table = self._mapped_table(name)
         if table is None:

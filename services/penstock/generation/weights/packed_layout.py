@@ -18,12 +18,16 @@ from penstock.generation.devices.torch_dtypes import stored_name
 from penstock.generation.layers.linear.native import LAYOUT_VERSION, formats, part_sizes
 from penstock.generation.weights.tensor_names import (
     EMBEDDING,
+    INPUT_TABLE,
     LM_HEAD,
+    MODEL_PREFIX,
     NORM,
     choice_biases,
     layer_linears,
     layer_norms,
     layer_prefix,
+    model_linears,
+    model_norms,
     rounds_once,
     state_tensors,
 )
@@ -123,7 +127,15 @@ def _tensors(
     if has_table:
         found.append((EMBEDDING, dtype, table))
     exact = formats(dtype, "none")[0]
+    if config.layer_inputs is not None:
+        inputs = config.layer_inputs
+        found.append((INPUT_TABLE, dtype, (inputs.vocab_size, config.num_layers * inputs.dim)))
     norm_dtype = torch.float32 if rounds_once(config) else dtype
+    found += [(name, norm_dtype, (width,)) for name, width in model_norms(config).items()]
+    for one in model_linears(config):
+        name = f"{MODEL_PREFIX}{one.name}"
+        sizes = part_sizes(one.shape, layers, gated=False, has_bias=False, kept=kept.get(name, ""))
+        found += parts(name, sizes)
     for index in range(config.num_layers):
         prefix = layer_prefix(index)
         found += [(f"{prefix}{name}", norm_dtype, (width,)) for name, width in layer_norms(config, index).items()]

@@ -140,6 +140,9 @@ class PackedWeights:
     def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
         return self.tensor(f"{prefix}{linear.name}.weight")
 
+    def token_table(self, name: str) -> Tensor:
+        return self.tensor(name)
+
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """A view of the file, in the layout's dtype."""
         place = self._places[name]

@@ -47,6 +47,7 @@ class Shard:
             (config.qk_norm_is_whole, "it norms all heads together, which takes one process"),
             (config.latent is not None, "its heads share one compressed row a token, which takes one process"),
             (config.delta is not None, "its layers keep a state of each sequence, which takes one process"),
+            (bool(config.layer_shapes), "its layers have heads of several sizes, which take one process"),
             (config.has_gates, "its heads have gates, which take one process"),
             (config.has_sinks, "its heads have sinks, which take one process"),
             (config.num_heads % self.count != 0, f"its {config.num_heads} heads cannot be divided evenly"),

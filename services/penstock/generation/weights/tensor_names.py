@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.generation.core.delta_heads import DeltaHeads
 from penstock.generation.core.latent_heads import LatentHeads
+from penstock.generation.core.layer_shapes import LayerShape
 from penstock.generation.core.model_config import ModelConfig, NormKind
 from penstock.generation.weights.part_orders import ByKind, GatedQueries, HeadRows, PartOrders
 
@@ -20,6 +21,11 @@ INDEX_NORM = "self_attn.indexer.k_norm"
 LATENT_NORM, QUERY_NORM = "self_attn.kv_a_layernorm", "self_attn.q_a_layernorm"
 # Hugging Face's names.
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+# Of vectors of tokens for each layer: their table, the norm of the product that is joined with it, and in a layer the
+# norm of what it adds to the stream.
+INPUT_TABLE, INPUT_NORM = "model.embed_tokens_per_layer.weight", "model.per_layer_projection_norm.weight"
+INPUT_OUT_NORM = "post_per_layer_input_norm.weight"
+LAYER_SCALAR = "layer_scalar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +95,14 @@ def layer_prefix(index: int) -> str:
 
 
 def layer_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
-    """Return the linear layers of a decoder layer: those of attention, of its indexer, then those of its MLP."""
-    return *attention_linears(config, layer), *index_linears(config, layer), *mlp_linears(config, layer)
+    """Return the linear layers of a decoder layer: those of attention, of its indexer, of its MLP, then those of a
+    token's vector."""
+    return (
+        *attention_linears(config, layer),
+        *index_linears(config, layer),
+        *mlp_linears(config, layer),
+        *input_linears(config),
+    )
 
 
 def attention_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
@@ -105,6 +117,8 @@ def attention_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear,
         return _delta_linears(config, config.delta)
     if config.latent is not None:
         return *_latent_linears(config, config.latent), _output(config)
+    if config.layer_shapes:
+        return _qkv_of(config, config.layer_shapes[layer]), _output_of(config, config.layer_shapes[layer])
     return _qkv(config), _output(config)
 
 
@@ -132,8 +146,49 @@ def mlp_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear, ...]:
     rows share, as far as there are such.
     """
     if not config.has_experts(layer):
-        return _mlp(config, "mlp", config.intermediate_size)
+        return _mlp(config, "mlp", config.shape(layer).inner)
     return _expert_linears(config)
+
+
+def input_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
+    """Return the linear layers of a layer that read a token's vector for it: the gate, and what the stream gets;
+    nothing where tokens have none."""
+    if config.layer_inputs is None:
+        return ()
+    dim = config.layer_inputs.dim
+    return (
+        LayerLinear("per_layer_input_gate", ("per_layer_input_gate",), (dim,), config.hidden_size, has_bias=False),
+        LayerLinear("per_layer_projection", ("per_layer_projection",), (config.hidden_size,), dim, has_bias=False),
+    )
+
+
+# Before the name of a linear layer that belongs to no layer.
+MODEL_PREFIX = "model."
+
+
+def model_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
+    """Return the linear layers of the model, apart from its head, that belong to no layer: the product of the embedding
+    that is a part of tokens' vectors. Their prefix is MODEL_PREFIX."""
+    if config.layer_inputs is None:
+        return ()
+    name, rows = "per_layer_model_projection", config.num_layers * config.layer_inputs.dim
+    return (LayerLinear(name, (name,), (rows,), config.hidden_size, has_bias=False),)
+
+
+def model_norms(config: ModelConfig) -> dict[str, int]:
+    """Return name -> width of the norms that belong to no layer, without the last one."""
+    return {} if config.layer_inputs is None else {INPUT_NORM: config.layer_inputs.dim}
+
+
+def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Return how names of tensors begin that a checkpoint may have and nothing reads: products of keys and values of
+    layers that read others'."""
+    return tuple(
+        f"{layer_prefix(layer)}self_attn.{name}"
+        for layer, shape in enumerate(config.layer_shapes)
+        if shape.source is not None
+        for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    )
 
 
 def site_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear | None, ...]:
@@ -226,6 +281,22 @@ def _qkv(config: ModelConfig) -> LayerLinear:
     return LayerLinear("self_attn.qkv_proj", parts, rows, config.hidden_size, config.qkv_bias, order=order)
 
 
+def _qkv_of(config: ModelConfig, shape: LayerShape) -> LayerLinear:
+    """Return the product of a layer with a shape of its own, as far as it has the parts."""
+    parts = [("self_attn.q_proj", config.num_heads * shape.head_dim)]
+    if shape.source is None:
+        parts += [("self_attn.k_proj", shape.kv_width), ("self_attn.v_proj", shape.kv_width)]
+        if shape.values_are_keys:
+            parts.pop()
+    names, rows = zip(*parts, strict=True)
+    return LayerLinear("self_attn.qkv_proj", names, rows, config.hidden_size, config.qkv_bias)
+
+
+def _output_of(config: ModelConfig, shape: LayerShape) -> LayerLinear:
+    inputs = config.num_heads * shape.head_dim
+    return LayerLinear("self_attn.o_proj", ("self_attn.o_proj",), (config.hidden_size,), inputs, config.output_bias)
+
+
 def _output(config: ModelConfig) -> LayerLinear:
     query = config.num_heads * (config.head_dim if config.latent is None else config.latent.value_dim)
     return LayerLinear("self_attn.o_proj", ("self_attn.o_proj",), (config.hidden_size,), query, config.output_bias)
@@ -304,10 +375,18 @@ def head_dims(config: ModelConfig) -> tuple[int, ...] | None:
 
 
 def layer_norms(config: ModelConfig, layer: int = 0) -> dict[str, int]:
-    """Return name -> width of the norms of a layer, and of the sinks of its heads."""
+    """Return name -> width of the norms of a layer, of the sinks of its heads, and of its scalar."""
     norms = {f"{name}.weight": config.hidden_size for name in config.norms.names}
     if config.keeps_state(layer):
         return norms
+    if config.layer_inputs is not None:
+        norms[INPUT_OUT_NORM] = config.hidden_size
+    if config.has_layer_scalars:
+        norms[LAYER_SCALAR] = 1
+    if config.layer_shapes:
+        shape = config.layer_shapes[layer]
+        names = "q" if shape.source is not None else "qk"
+        return norms | {f"self_attn.{name}_norm.weight": shape.head_dim for name in names if config.qk_norm}
     if config.qk_norm:
         heads = (config.num_heads, config.num_kv_heads) if config.qk_norm_is_whole else (1, 1)
         norms |= {f"self_attn.{name}_norm.weight": n * config.head_dim for name, n in zip("qk", heads, strict=True)}
@@ -355,6 +434,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer |= state_tensors(config, index)
         shapes |= {f"{layer_prefix(index)}{name}": shape for name, shape in layer.items()}
     shapes |= {EMBEDDING: (config.vocab_size, config.hidden_size), NORM: (config.hidden_size,)}
+    for linear in model_linears(config):
+        shapes |= {f"{MODEL_PREFIX}{name}": shape for name, shape in _stored_shapes(config, linear).items()}
+    shapes |= {name: (width,) for name, width in model_norms(config).items()}
+    if (inputs := config.layer_inputs) is not None:
+        shapes[INPUT_TABLE] = (inputs.vocab_size, config.num_layers * inputs.dim)
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
     return shapes

@@ -11,10 +11,17 @@ if TYPE_CHECKING:
     from penstock.generation.weights.safetensors_folder import Checkpoint
 
 # By the type of the whole: the type of its text part, which a native family runs.
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_PARTS = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+}
 _FIELD = "text_config"
 # Names in the checkpoint of the whole: of the text's tensors, and of those that nothing reads here.
-_PREFIX, _OTHERS = "model.language_model.", ("model.visual.", QWEN)
+_PREFIX = "model.language_model."
+_OF_GEMMA = ("vision_tower.", "audio_tower.", "vision_embedder.", "embed_vision.", "embed_audio.")
+_OTHERS = ("model.visual.", QWEN, *(f"model.{name}" for name in _OF_GEMMA))
 
 
 def text_part(config: ConfigReader) -> ConfigReader:

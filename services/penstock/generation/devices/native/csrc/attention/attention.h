@@ -9,7 +9,8 @@
 namespace penstock {
 
 // The pool as one layer of it lies in memory: (blocks, block_size, K, D), with (blocks, block_size,
-// K) scales for int8.
+// K) scales for int8. Slots of it may have the keys of other layers, too: a token's are
+// `slot_stride` numbers, and its scales `scale_stride`, behind those of the token before.
 struct AttentionArgs {
   const void* q;  // (T, H, D), row stride q_stride
   void* out;      // (T, H, value_dim), row stride out_stride
@@ -22,7 +23,7 @@ struct AttentionArgs {
   int64_t table_stride;
   const int32_t* query_start;
   const int32_t* context_lens;
-  int64_t q_stride, out_stride;
+  int64_t q_stride, out_stride, slot_stride, scale_stride;
   int head_dim, num_heads, num_kv_heads, block_size;
   int value_dim;  // dims of an output: the first ones of a value, all but where keys are the values
   int64_t window;  // 0: none
@@ -61,10 +62,15 @@ struct RopeArgs {
   float* key_scales;  // null: as in AttentionArgs
   float* value_scales;
   const int64_t* slots;
+  int64_t slot_stride, scale_stride;  // as in AttentionArgs
   int num_heads, num_kv_heads, head_dim;
   float eps;
   bool is_bf16;
   bool norms_round_once = false;
+  // Of `qkv`: queries, keys and values; without values, which are the keys then, before norm and
+  // turn; queries alone, and nothing is written.
+  int parts = 3;
+  bool norms_values = false;  // without a weight
 };
 
 // `next`: the task that the thread probably gets after this one; its first keys are fetched

@@ -25,7 +25,7 @@ struct Paged {
     for (int g = 0; g * RUN < n; ++g) {
       const int64_t t = t0 + g * RUN,
                     slot = int64_t(table[t / a.block_size]) * a.block_size + t % a.block_size;
-      const int64_t at = (slot * a.num_kv_heads + kv_head) * a.head_dim * int64_t(sizeof(bf16));
+      const int64_t at = (slot * a.slot_stride + kv_head * a.head_dim) * int64_t(sizeof(bf16));
       k[g] = (const char*)a.keys + at;
       v[g] = (const char*)a.values + at;
     }
@@ -198,7 +198,7 @@ static inline void find_first(const AttentionArgs& a, const AttentionTask& task,
 static void fetch_first(const AttentionArgs& a, const AttentionTask& task) {
   Paged tile;
   find_first(a, task, tile);
-  const int64_t stride = int64_t(a.num_kv_heads) * a.head_dim * sizeof(bf16),
+  const int64_t stride = a.slot_stride * sizeof(bf16),
                 bytes = int64_t(task.heads) * a.head_dim * sizeof(bf16);
   tile.fetch(tile.k, 0, 1, stride, bytes);
   tile.fetch(tile.v, 0, 1, stride, bytes);
@@ -209,8 +209,7 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
                                Bf16DecodeWork& w) {
   const int D = a.head_dim, DV = a.value_dim, G = a.num_heads / a.num_kv_heads, M = task.count,
             H = task.heads;
-  const int64_t stride = int64_t(a.num_kv_heads) * D * sizeof(bf16),
-                bytes = int64_t(H) * D * sizeof(bf16);
+  const int64_t stride = a.slot_stride * sizeof(bf16), bytes = int64_t(H) * D * sizeof(bf16);
   const int64_t first_row = a.query_start[task.seq],
                 first_pos = a.context_lens[task.seq] - (a.query_start[task.seq + 1] - first_row);
   Bf16DecodeLanes lanes{vi{}, vi{}, splat(softmax_scale(a, 1.0f)), splat(cap_scale(a, 1.0f))};

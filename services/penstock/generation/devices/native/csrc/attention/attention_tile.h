@@ -212,12 +212,14 @@ struct Rows {
     int64_t block = t0 / a.block_size, offset = t0 % a.block_size;
     for (int t = 0; t < n; ++t, ++offset) {
       if (offset == a.block_size) offset = 0, ++block;
-      const int64_t slot =
-          (int64_t(table[block]) * a.block_size + offset) * a.num_kv_heads + kv_head;
-      k[t] = (const S*)a.keys + slot * a.head_dim;
-      v[t] = (const S*)a.values + slot * a.head_dim;
-      if constexpr (std::is_same_v<S, int8_t>)
-        k_scale[t] = a.key_scales[slot], v_scale[t] = a.value_scales[slot];
+      const int64_t slot = int64_t(table[block]) * a.block_size + offset,
+                    at = slot * a.slot_stride + kv_head * a.head_dim;
+      k[t] = (const S*)a.keys + at;
+      v[t] = (const S*)a.values + at;
+      if constexpr (std::is_same_v<S, int8_t>) {
+        const int64_t scale = slot * a.scale_stride + kv_head;
+        k_scale[t] = a.key_scales[scale], v_scale[t] = a.value_scales[scale];
+      }
     }
   }
 };

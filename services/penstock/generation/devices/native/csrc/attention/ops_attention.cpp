@@ -9,19 +9,31 @@ namespace {
 
 using Scales = std::optional<at::Tensor>;
 
+// True where the heads of a token lie side by side, and tokens at one distance: in whole blocks, or
+// in a part of each slot.
+bool is_in_slots(const at::Tensor& blocks) {
+  const bool heads = blocks.dim() == 3 || blocks.stride(3) == 1,
+             tokens = blocks.size(2) == 1 ||
+                      blocks.stride(2) == (blocks.dim() == 3 ? 1 : blocks.size(3));
+  return heads && tokens && blocks.stride(0) == blocks.size(1) * blocks.stride(1);
+}
+
 // A layer of the pool: of the rows' dtype, or int8 with scales.
 void check_pool(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values,
                 const Scales& key_scales, const Scales& value_scales) {
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes() &&
-              keys.size(3) <= MAX_HEAD_DIM);
+  TORCH_CHECK(is_in_slots(keys) && is_in_slots(values) && keys.sizes() == values.sizes() &&
+              keys.stride(1) == values.stride(1) && keys.size(3) <= MAX_HEAD_DIM);
   TORCH_CHECK(keys.scalar_type() == (key_scales ? at::kChar : rows.scalar_type()) &&
               keys.scalar_type() == values.scalar_type());
   TORCH_CHECK(key_scales.has_value() == value_scales.has_value());
   for (const Scales* scales : {&key_scales, &value_scales})
     if (*scales)
-      TORCH_CHECK((*scales)->is_contiguous() && (*scales)->scalar_type() == at::kFloat &&
+      TORCH_CHECK(is_in_slots(**scales) && (*scales)->scalar_type() == at::kFloat &&
+                  (*scales)->stride(1) == (*key_scales).stride(1) &&
                   (*scales)->sizes() == keys.sizes().slice(0, 3));
 }
+
+int64_t scale_stride(const Scales& scales) { return scales ? scales->stride(1) : 0; }
 
 float* scale_data(const Scales& scales) { return scales ? scales->data_ptr<float>() : nullptr; }
 
@@ -58,6 +70,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
       .context_lens = context_lens.const_data_ptr<int32_t>(),
       .q_stride = q.stride(0),
       .out_stride = H * DV,
+      .slot_stride = keys.stride(1),
+      .scale_stride = scale_stride(key_scales),
       .head_dim = int(D),
       .num_heads = int(H),
       .num_kv_heads = int(K),
@@ -85,10 +99,12 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
                           at::Tensor& keys, at::Tensor& values, const Scales& key_scales,
                           const Scales& value_scales, const at::Tensor& slots, int64_t num_heads,
                           const std::optional<at::Tensor>& q_norm,
-                          const std::optional<at::Tensor>& k_norm, double eps) {
+                          const std::optional<at::Tensor>& k_norm, double eps, int64_t parts,
+                          bool norms_values) {
   const int64_t T = qkv.size(0), K = keys.size(2), D = keys.size(3);
   check_pool(qkv, keys, values, key_scales, value_scales);
-  TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) == (num_heads + 2 * K) * D);
+  TORCH_CHECK(parts >= 1 && parts <= 3 && qkv.dim() == 2 && qkv.stride(1) == 1 &&
+              qkv.size(1) == (num_heads + (parts - 1) * K) * D);
   TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == T * D / 2 &&
               sin.numel() == T * D / 2);
   TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T &&
@@ -113,12 +129,16 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
       .key_scales = scale_data(key_scales),
       .value_scales = scale_data(value_scales),
       .slots = slots.const_data_ptr<int64_t>(),
+      .slot_stride = keys.stride(1),
+      .scale_stride = scale_stride(key_scales),
       .num_heads = int(num_heads),
       .num_kv_heads = int(K),
       .head_dim = int(D),
       .eps = float(eps),
       .is_bf16 = is_bf16(qkv),
       .norms_round_once = q_norm && q_norm->scalar_type() != qkv.scalar_type(),
+      .parts = int(parts),
+      .norms_values = norms_values,
   };
   at::parallel_for(0, T, grain(qkv.size(1)), [&](int64_t first, int64_t last) {
     KERNEL(rope)(args, first, last, 0, int(K));
@@ -138,7 +158,7 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor(c!)? key_scales, "
       "Tensor(d!)? value_scales, Tensor slots, int num_heads, Tensor? q_norm, Tensor? k_norm, "
-      "float eps) -> Tensor");
+      "float eps, int parts=3, bool norms_values=False) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("paged_attention", paged_attention);

@@ -11,7 +11,7 @@
 namespace penstock {
 namespace NS {
 
-// RMSNorm of a head with transformers' roundings.
+// RMSNorm of a head with transformers' roundings. No weight: all are 1.
 template <typename T, typename W>
 static void norm_head(const T* x, const W* weight, T* out, int n, float eps) {
   vf squares = vf{};
@@ -21,6 +21,11 @@ static void norm_head(const T* x, const W* weight, T* out, int n, float eps) {
   for (; i < n; ++i) rest += to_float(x[i]) * to_float(x[i]);
   const float scale = 1.0f / std::sqrt((sum_all(squares) + rest) / float(n) + eps);
   i = 0;
+  if (weight == nullptr) {
+    for (; i + L <= n; i += L) store_all(out + i, load(x + i) * splat(scale));
+    for (; i < n; ++i) store(out + i, to_float(x[i]) * scale);
+    return;
+  }
   if constexpr (!std::is_same_v<T, W>) {
     // Rounded once, after the product with a weight in float.
     for (; i + L <= n; i += L) store_all(out + i, load(x + i) * splat(scale) * load(weight + i));
@@ -110,24 +115,30 @@ static void turn_head(const RopeArgs& a, int64_t row, int head, const void* weig
 template <typename T>
 static void rope_row(const RopeArgs& a, int64_t row, int first_head, int last_head) {
   const int D = a.head_dim, group = a.num_heads / a.num_kv_heads;
-  const int64_t slot = a.slots[row] * a.num_kv_heads;
   for (int h = first_head * group; h < last_head * group; ++h)
     turn_head<T>(a, row, h, a.q_norm, (T*)a.q + (row * a.num_heads + h) * D);
+  if (a.parts == 1) return;
+  const int first_value = a.num_heads + (a.parts == 2 ? 0 : a.num_kv_heads);
   for (int h = first_head; h < last_head; ++h) {
-    const int64_t at = slot + h;
-    const T* v =
-        (const T*)a.qkv + row * a.qkv_stride + int64_t(a.num_heads + a.num_kv_heads + h) * D;
+    const int64_t at = a.slots[row] * a.slot_stride + int64_t(h) * D;
+    const T* v = (const T*)a.qkv + row * a.qkv_stride + int64_t(first_value + h) * D;
+    T normed[MAX_HEAD_DIM];
+    if (a.norms_values) {
+      norm_head(v, (const T*)nullptr, normed, D, a.eps);
+      v = normed;
+    }
     if (a.key_scales == nullptr) {
-      turn_head<T>(a, row, a.num_heads + h, a.k_norm, (T*)a.keys + at * D);
-      std::memcpy((T*)a.values + at * D, v, sizeof(T) * D);
+      turn_head<T>(a, row, a.num_heads + h, a.k_norm, (T*)a.keys + at);
+      std::memcpy((T*)a.values + at, v, sizeof(T) * D);
       continue;
     }
+    const int64_t scale = a.slots[row] * a.scale_stride + h;
     T turned[MAX_HEAD_DIM];
     turn_head<T>(a, row, a.num_heads + h, a.k_norm, turned);
-    a.key_scales[at] = quantise_head(turned, (int8_t*)a.keys + at * D, D);
-    a.value_scales[at] = quantise_head(v, (int8_t*)a.values + at * D, D);
+    a.key_scales[scale] = quantise_head(turned, (int8_t*)a.keys + at, D);
+    a.value_scales[scale] = quantise_head(v, (int8_t*)a.values + at, D);
     // Attention looks for NaN in the scores only.
-    if (std::isnan(a.value_scales[at])) a.key_scales[at] = NAN;
+    if (std::isnan(a.value_scales[scale])) a.key_scales[scale] = NAN;
   }
 }
 

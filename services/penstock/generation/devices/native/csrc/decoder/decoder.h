@@ -26,8 +26,16 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   std::vector<Layer> layers;
   at::Tensor final_norm;
   std::optional<JointNorms> joint_norms;
+  std::optional<TokenInputs> token_inputs;
   Linear head;
-  int64_t num_turns = 0;
+  int64_t num_turns = 0, num_keys = 0;
+  // Most and fewest inputs of a linear layer, most outputs of qkv, and most numbers of all heads.
+  int64_t widest = 0, narrowest = INT64_MAX, widest_qkv = 0, widest_heads = 0, widest_inner = 0;
+  // Key/value heads and dims of a head, of the layers that have the same: of the first layer of a
+  // kind the number.
+  std::vector<size_t> kinds;
+  std::vector<size_t> kind_of;  // by layer
+
   // Of rows that are quantised, and of those by group; and those of the dtype of x.
   bool is_quantised = false;
   // Sums of a group; 0: no rows are quantised by group.
@@ -43,7 +51,6 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                 Named<at::Tensor>("the decoder's end", end)) {}
 
   Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type, int64_t ranks) const {
-    const int64_t heads = num_heads * head_dim, widest = std::max({first_inputs(), inner, heads});
     // The most inputs that any format pads to.
     const int64_t padded = granules_of(Format::INT4, widest) * granule_inputs(Format::INT4),
                   size = at::elementSize(type);
@@ -51,24 +58,29 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
       return empty({count, spread(width * size) / size}, type);
     };
     const int64_t groups = sums > 0 ? padded / GROUP : 1;
-    const int64_t quantised = !is_quantised                                      ? 0
-                              : is_small(rows, std::min({hidden, inner, heads})) ? threads * rows
-                                                                                 : rows;
+    const int64_t quantised = !is_quantised ? 0 : is_small(rows, narrowest) ? threads * rows : rows;
     const int64_t own = is_small(rows, hidden) ? threads : 1;
+    const int64_t dim = token_inputs ? token_dim() : 0;
     return {
         .normed = inputs(own * rows, first_inputs()),
         .residual = empty({own - 1, rows, hidden}, at::kFloat),
-        .qkv = empty({rows, heads + 2 * num_kv_heads * head_dim}, type),
-        .q = empty({rows, heads}, type),
-        .attended = inputs(rows, heads),
-        .inner = inputs(rows, inner),
+        .qkv = empty({rows, widest_qkv}, type),
+        .q = empty({rows, widest_heads}, type),
+        .attended = inputs(rows, widest_heads),
+        .inner = inputs(rows, widest_inner),
         .added = empty({rows, hidden}, at::kFloat),
         .bytes = empty({quantised * spread(padded)}, at::kChar),
         .scales = empty({quantised * groups}, at::kFloat),
         .sums = empty({quantised * groups * std::max<int64_t>(1, sums)}, at::kInt),
         .shrunk = empty({ranks == 0 ? 0 : rows, shrunk_stride(ranks)}, type),
+        .tokens = empty({rows, dim * int64_t(layers.size())}, type),
+        .gates = empty({rows, dim}, type),
+        .gated = inputs(is_small(rows, std::max<int64_t>(1, dim)) ? threads * rows : rows, dim),
     };
   }
+
+  // Numbers of a token's vector for one layer.
+  int64_t token_dim() const { return token_inputs->norm.numel(); }
 
   typedef std::optional<c10::intrusive_ptr<AdapterBatch>> OptionalAdapters;
 
@@ -78,6 +90,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   // rows only, R instead of T. `adapters`: of the rows; none: no row has one. `places`: see Pass;
   // where there are several views, `slots` (views, T) and `tables` (views, S, blocks) have them
   // all. `taps`: filled; rows after the final norm can only be tapped where all are wanted.
+  // `table_rows` (T, layers * dim): of tokens' vectors, where layers have them.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, std::vector<at::Tensor> cos,
                                              std::vector<at::Tensor> sin, at::Tensor positions,
                                              at::Tensor slots, at::Tensor tables,
@@ -85,18 +98,19 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                                              std::optional<at::Tensor> wanted, bool draws,
                                              at::Tensor pool, std::optional<at::Tensor> scales,
                                              OptionalAdapters adapters, std::vector<int64_t> places,
-                                             Taps taps) const;
+                                             Taps taps, std::optional<at::Tensor> table_rows) const;
 
   // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, sequences
   // of `lengths` including them. It has few arguments: caches are cold when a step begins, and each
   // of torch's operators then takes tens of microseconds. `embedding` (vocabulary, hidden); none:
-  // the rows of the head. `tables`, `places` and `taps` are as in `forward`.
+  // the rows of the head. `token_table` (vocabulary, layers * dim): of tokens' vectors. `tables`,
+  // `places` and `taps` are as in `forward`.
   std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                               at::Tensor tables, std::optional<at::Tensor> embedding,
                               std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                               at::Tensor pool, std::optional<at::Tensor> scales,
-                              OptionalAdapters adapters, std::vector<int64_t> places,
-                              Taps taps) const;
+                              OptionalAdapters adapters, std::vector<int64_t> places, Taps taps,
+                              std::optional<at::Tensor> token_table) const;
 
   // One pass of a draft head: what it gives for the last row of each sequence (S, hidden), and the
   // scores (S, vocab) of it in float. `embeds` and `states` (T, hidden) are its rows, the others as
@@ -134,6 +148,12 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         head(end, "head", head_format, hidden, vocab, Gate::NONE) {
     if (joint != Joint::NOT)
       joint_norms.emplace(JointNorms{end.take("embed_norm"), end.take("state_norm")});
+    if (token_format)
+      token_inputs.emplace(TokenInputs{
+          Linear(end, "token_product", *token_format, hidden,
+                 end.peek("token_norm").numel() * int64_t(named.size()), Gate::NONE),
+          end.take("token_norm"),
+      });
     end.check_all_taken();
     TORCH_CHECK(joint == Joint::NOT || named.size() == 1, "a draft head has one layer");
     for (const at::Tensor* one :
@@ -142,21 +162,53 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                                      one->scalar_type() == final_norm.scalar_type()),
                   "a norm of a draft head has the wrong size, or another dtype");
     TORCH_CHECK(!named.empty() && named.size() == own.size(), "numbers for every layer");
-    take_format(head);
+    take(head);
     for (size_t i = 0; i < named.size(); ++i) {
       const Layer layer = layer_of(named[i], own[i], sizes, i);
       TORCH_CHECK(layer.turn >= 0 && layer.window >= 0);
       num_turns = std::max(num_turns, layer.turn + 1);
-      for (const Linear* one : {&layer.qkv, &layer.output, &layer.gated, &layer.down})
-        take_format(*one);
+      TORCH_CHECK(layer.parts == 1 ? layer.keys < num_keys : layer.keys == num_keys,
+                  "a layer reads keys that no earlier layer has");
+      num_keys += layer.parts > 1;
+      for (const Linear* one : {&layer.qkv, &layer.output, &layer.gated, &layer.down}) take(*one);
+      TORCH_CHECK(layer.token_gate.has_value() == token_inputs.has_value(),
+                  "tokens have vectors for all layers, or for none");
+      if (layer.token_gate)
+        for (const Linear* one : {&layer.token_gate->gate, &layer.token_gate->out}) take(*one);
+      widest_qkv = std::max(widest_qkv, layer.qkv.width);
+      widest_heads = std::max(widest_heads, layer.output.inputs);
+      widest_inner = std::max(widest_inner, layer.down.inputs);
+      take_kind(layer);
       layers.push_back(layer);
+    }
+    if (token_inputs) {
+      take(token_inputs->product);
+      TORCH_CHECK(token_inputs->norm.scalar_type() == at::kFloat &&
+                      token_inputs->norm.is_contiguous() &&
+                      token_dim() == layers[0].token_gate->out.inputs,
+                  "the norm of tokens' vectors has the wrong size, or is not float");
     }
     for (const Layer& layer : layers)
       for (const auto* norm :
            {&layer.input_norm, &layer.attention_out_norm, &layer.post_attention_norm,
-            &layer.mlp_out_norm, &layer.q_norm, &layer.k_norm})
+            &layer.mlp_out_norm, &layer.last_norm(), &layer.q_norm, &layer.k_norm})
         TORCH_CHECK(!*norm || (*norm)->scalar_type() == final_norm.scalar_type(),
                     "all norms must have one dtype");
+  }
+
+  void take_kind(const Layer& layer) {
+    const auto same = [&](size_t other) {
+      return layers[other].num_kv_heads == layer.num_kv_heads &&
+             layers[other].head_dim == layer.head_dim;
+    };
+    const auto found = std::find_if(kinds.begin(), kinds.end(), same);
+    kind_of.push_back(found - kinds.begin());
+    if (found == kinds.end()) kinds.push_back(layers.size());
+  }
+
+  void take(const Linear& layer) {
+    widest = std::max(widest, layer.inputs), narrowest = std::min(narrowest, layer.inputs);
+    take_format(layer);
   }
 
   void take_format(const Linear& layer) {
@@ -173,6 +225,12 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
              int64_t views) const;
   void check(const AdapterBatch& adapters, int64_t rows, bool bf16) const;
   void check(const Taps& taps, const at::Tensor& hidden_rows, bool all_wanted) const;
+  void check_table_rows(const std::optional<at::Tensor>& rows, const at::Tensor& hidden_rows) const;
+  PickedRows picked_rows(const Pass& pass) const;
+  // Makes tokens' vectors.
+  void make_tokens(Step& step, Walk& walk) const;
+  // What a layer adds for a token's vector, and before it adds what its MLP gave.
+  void add_token(Step& step, Walk& walk, size_t i, const Linear* then) const;
   std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
   // Embeddings times their scale, in place.
   at::Tensor scaled(at::Tensor rows) const;
@@ -277,7 +335,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   void multiply(Step& step, Walk& walk, const Linear& layer, int64_t site, Inputs x,
                 LinearArgs& args) const {
     AdapterRows adapted;
-    if (step.adapters != nullptr && step.adapters->ranks[site] > 0) {
+    if (site != NO_SITE && step.adapters != nullptr && step.adapters->ranks[site] > 0) {
       adapted = shrink(step, walk, layer, site, x);
       args.adapters = &adapted;
     }
@@ -325,10 +383,10 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                : step.hidden.data_ptr();
   }
 
-  // The norm of `hidden` plus the addend, which has a norm of its own in some models; with few
-  // rows, of a copy for each thread.
+  // The norm of `hidden` plus the addend, which has a norm of its own in some models, times
+  // `factor`; with few rows, of a copy for each thread.
   Inputs norm(Step& step, Walk& walk, const std::optional<at::Tensor>& weight, bool has_added,
-              const std::optional<at::Tensor>& added_norm) const {
+              const std::optional<at::Tensor>& added_norm, float factor = 1.0f) const {
     Buffers& b = step.buffers;
     const bool small = is_small(step.rows, hidden);
     const int64_t own = small ? walk.thread : 0, stride = b.normed.stride(0);
@@ -345,6 +403,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .x_weight = data<char>(added_norm),
         .x_factor = residual_scale,
         .is_float_stream = step.is_bf16,
+        .factor = factor,
     };
     if (small)
       by_row(walk, [&](int64_t row) { KERNEL(add_norm)(args, row, row + 1); });

@@ -12,6 +12,7 @@
 
 #include "attention/attention_work.h"
 #include "decoder/rows.h"
+#include "decoder/token_inputs.h"
 #include "linear/adapters.h"
 #include "linear/linear_work.h"
 #include "linear/packed_rows.h"
@@ -37,6 +38,12 @@ class Named {
   std::optional<T> find(const std::string& name) {
     const auto node = left_.extract(name);
     return node.empty() ? std::nullopt : std::optional<T>(node.mapped());
+  }
+  // Returns a tensor that is taken later.
+  const T& peek(const std::string& name) const {
+    const auto found = left_.find(name);
+    TORCH_CHECK(found != left_.end(), owner_, " must have ", name);
+    return found->second;
   }
   void check_all_taken() const {
     TORCH_CHECK(left_.empty(), owner_, " cannot have ", left_.begin()->first);
@@ -104,12 +111,14 @@ struct Linear {
 
 // The residual stream of a draft head begins with the state, as it is or after its norm.
 enum class Joint : int64_t { NOT, STATE, NORMED_STATE };
-// The numbers of a model. `inner`: of the gated product.
+// The numbers of a model. `inner`: of the gated product. Layers may have others (Layer).
 struct ModelSizes {
   Gate gate;
   int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
   Format head_format;
   int64_t vocab;
+  // Of the product that makes tokens' vectors for each layer; none: they have none.
+  std::optional<Format> token_format;
   // NOT: a model. Else a draft head: its one layer reads two rows side by side (JointRows).
   Joint joint = Joint::NOT;
 
@@ -131,6 +140,21 @@ struct Factors {
   float softcap;  // 0: none
   float embedding_scale;
   float residual_scale;  // of all that a layer adds to the stream
+  // Of tokens' vectors: see TokenInputArgs.
+  float token_product, token_row, token_sum;
+};
+
+// What a layer does with a token's vector: gates of the stream take its numbers, and what comes of
+// it is normed and added.
+struct TokenGate {
+  Linear gate, out;
+  std::optional<at::Tensor> norm;
+};
+
+// What makes these vectors (token_inputs.h).
+struct TokenInputs {
+  Linear product;
+  at::Tensor norm;
 };
 
 struct Layer {
@@ -139,15 +163,33 @@ struct Layer {
   std::optional<at::Tensor> input_norm, attention_out_norm, post_attention_norm, mlp_out_norm;
   std::optional<at::Tensor> q_norm, k_norm, sinks;
   Linear qkv, output, gated, down;
-  int64_t window, turn;
+  std::optional<TokenGate> token_gate;
+  int64_t num_kv_heads, head_dim, window, turn;
+  // Number, among the layers with keys in the pool, of the one with those that it reads: its own,
+  // unless `parts` is 1.
+  int64_t keys;
+  int parts;  // of qkv: see RopeArgs
+  bool norms_values;
+  float factor;  // of the stream after it
+
+  int64_t heads_width(int64_t num_heads) const { return num_heads * head_dim; }
+  // Norm of what it adds last to the stream.
+  const std::optional<at::Tensor>& last_norm() const {
+    return token_gate ? token_gate->norm : mlp_out_norm;
+  }
 };
 constexpr int64_t LINEARS = 4;
-// Stages of a layer: norms, rope, and the rows that linear layers quantise and that adapters shrink
-// first, where one counter shares them among all threads; and linear layers and attention, which
-// have a share for each thread.
-constexpr int64_t MOST_STAGES = 2 + 1 + 2 * LINEARS;
-constexpr int64_t SHARED_STAGES = LINEARS + 1;
-constexpr int64_t LAST_STAGES = 3;
+// Linear layers of a TokenGate, which have no site.
+constexpr int64_t TOKEN_LINEARS = 2;
+constexpr int64_t NO_SITE = -1;
+// Stages of a layer: norms, rope, gates of a token's vector, and the rows that linear layers
+// quantise and that adapters shrink first, where one counter shares them among all threads; and
+// linear layers and attention, which have a share for each thread.
+constexpr int64_t MOST_STAGES = 3 + 1 + 1 + 2 * (LINEARS + TOKEN_LINEARS);
+constexpr int64_t SHARED_STAGES = LINEARS + TOKEN_LINEARS + 1;
+// Before the layers, of tokens' vectors; and after them.
+constexpr int64_t FIRST_STAGES = 2, LAST_STAGES = 3;
+constexpr int64_t OTHER_LINEARS = 2;
 // Sites of a layer (adapters.h), and among them its linear layers.
 enum Site : int64_t { QKV, OUTPUT, GATED, DOWN };
 // Bytes of the next linear layer's weight that a waiting thread fetches.
@@ -161,6 +203,8 @@ constexpr int64_t PREFETCH_DURING_ATTENTION = 256 << 10;
 // `residual` and quantised rows.
 struct Buffers {
   at::Tensor normed, residual, qkv, q, attended, inner, added, bytes, scales, sums, shrunk;
+  // Tokens' vectors, and of a layer: its gates, and what the vectors are with them.
+  at::Tensor tokens, gates, gated;
 };
 
 // Rows of a linear layer's inputs.
@@ -175,6 +219,9 @@ inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)
 // final norm.
 typedef std::optional<std::tuple<std::vector<int64_t>, at::Tensor>> Taps;
 
+// Numbers of a place in the pool.
+constexpr int64_t PLACE = 3;
+
 // State of one forward pass: the arguments of Decoder::forward, in place. The vectors and tensors
 // live longer.
 struct Pass {
@@ -187,8 +234,9 @@ struct Pass {
   const int64_t *positions, *slots;
   const int32_t* tables;
   int64_t table_stride;
-  // The view of each layer, and its place in the pool: a pair each. A view has slots and tables of
-  // its own. Empty: there is one view, and layers are in order.
+  // Of each layer with keys: its view, its place in the pool, and the first number of its keys in
+  // slots there. A view has slots and tables of its own. Empty: there is one view, layers are in
+  // order, and keys begin with the slots.
   const std::vector<int64_t>& places;
   int64_t slots_of_view, tables_of_view;
   const int32_t *query_start, *context_lens;
@@ -200,13 +248,15 @@ struct Pass {
   const Taps& taps;
   // Null: it is no draft head.
   const JointRows* joint = nullptr;
+  // Rows of the table of tokens' vectors, (T, layers * dim) of the rows' dtype.
+  std::optional<at::Tensor> table_rows = std::nullopt;
 
-  int64_t view(size_t layer) const { return places.empty() ? 0 : places[2 * layer]; }
-  int64_t place(size_t layer) const {
-    return places.empty() ? int64_t(layer) : places[2 * layer + 1];
-  }
-  const int64_t* slots_at(size_t layer) const { return slots + view(layer) * slots_of_view; }
-  const int32_t* tables_at(size_t layer) const { return tables + view(layer) * tables_of_view; }
+  // `keys`: Layer::keys.
+  int64_t view(int64_t keys) const { return places.empty() ? 0 : places[PLACE * keys]; }
+  int64_t place(int64_t keys) const { return places.empty() ? keys : places[PLACE * keys + 1]; }
+  int64_t column(int64_t keys) const { return places.empty() ? 0 : places[PLACE * keys + 2]; }
+  const int64_t* slots_at(int64_t keys) const { return slots + view(keys) * slots_of_view; }
+  const int32_t* tables_at(int64_t keys) const { return tables + view(keys) * tables_of_view; }
 };
 
 // Arguments of one pass of a draft head: see Decoder::draft_step.
@@ -220,6 +270,22 @@ struct DraftRows {
   const int32_t* tables;
   int64_t table_stride;
   const int32_t *query_start, *context_lens;
+};
+
+// The wanted rows alone, after the last layer that writes keys of all rows. Where they are the last
+// ones of each sequence, later layers compute them as if the others were not there.
+struct PickedRows {
+  // After this layer.
+  size_t layer;
+  std::vector<int64_t> positions;
+  std::vector<int32_t> query_start;
+};
+
+// Attention's tasks in layers with one number of key/value heads, and one width of them.
+struct HeadTasks {
+  std::vector<AttentionTask> all;
+  // Of wanted rows: in the layer that picks them, and in those after it.
+  std::vector<AttentionTask> picking, picked;
 };
 
 struct Step {
@@ -239,9 +305,10 @@ struct Step {
   // Ascending; null: all.
   const int64_t* wanted;
   int64_t num_wanted;
-  std::vector<AttentionTask> tasks;
-  // In the last layer: those of rows that are wanted.
-  std::vector<AttentionTask> last_tasks;
+  // Of each kind of heads (Decoder::kinds).
+  std::vector<HeadTasks> tasks;
+  // The layer after which only wanted rows go on.
+  PickedRows picked;
   bool writes_alone;
   // By thread, row and column of a panel, as LinearArgs has them; empty where ids are not asked
   // for.
@@ -251,6 +318,16 @@ struct Step {
   std::optional<AdaptedRows> wanted_adapters;
   const Taps& taps;
   const JointRows* joint;
+  // See Pass.
+  const at::Tensor embeds;
+  const std::optional<at::Tensor> table_rows;
+
+  // True in layers that compute the wanted rows alone.
+  bool is_picked(size_t layer) const { return wanted != nullptr && layer > picked.layer; }
+  // Row of the pass of each row after a layer's attention; null: its own.
+  const int64_t* rows_after(size_t layer) const {
+    return wanted != nullptr && layer >= picked.layer ? wanted : nullptr;
+  }
 };
 
 // Place of a thread: all go through the same stages.

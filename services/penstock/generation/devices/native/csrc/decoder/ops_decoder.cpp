@@ -25,6 +25,19 @@ static at::Tensor as_float(const at::Tensor& rows, bool copies) {
   return out;
 }
 
+// Rows of a table, in memory of their own.
+static at::Tensor rows_of(const at::Tensor& table, const std::vector<int64_t>& ids) {
+  TORCH_CHECK(table.dim() == 2 && table.is_contiguous());
+  at::Tensor out = empty({int64_t(ids.size()), table.size(1)}, table.scalar_type());
+  const int64_t size = table.size(1) * out.itemsize();
+  for (size_t row = 0; row < ids.size(); ++row) {
+    TORCH_CHECK_INDEX(ids[row] >= 0 && ids[row] < table.size(0), "index out of range in self");
+    std::memcpy((char*)out.data_ptr() + row * size,
+                (const char*)table.const_data_ptr() + ids[row] * size, size);
+  }
+  return out;
+}
+
 Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& model,
                int64_t number) {
   const std::string owner = "layer " + std::to_string(number) + " of the decoder";
@@ -36,8 +49,22 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
     TORCH_CHECK(format >= 0 && format <= int(LAST_FORMAT), owner, " has no such ", name);
     return Linear(from, name, Format(format), inputs, width, gate);
   };
-  const int64_t heads = model.num_heads * model.head_dim;
-  Layer layer{
+  const int64_t kv_heads = own.find("num_kv_heads").value_or(model.num_kv_heads),
+                head_dim = own.find("head_dim").value_or(model.head_dim),
+                inner = own.find("inner").value_or(model.inner),
+                parts = own.find("parts").value_or(3), heads = model.num_heads * head_dim;
+  TORCH_CHECK(kv_heads > 0 && model.num_heads % kv_heads == 0 && head_dim > 0 &&
+                  head_dim <= MAX_HEAD_DIM && parts >= 1 && parts <= 3,
+              owner, " has no such heads");
+  std::optional<TokenGate> token_gate;
+  if (const auto dim = own.find("token_dim"))
+    token_gate.emplace(TokenGate{
+        linear("token_gate", model.hidden, *dim, Gate::NONE),
+        linear("token_out", *dim, model.hidden, Gate::NONE),
+        from.take("token_norm"),
+    });
+  const std::optional<at::Tensor> factor = from.find("factor");
+  const Layer layer{
       .input_norm = from.find("input_norm"),
       .attention_out_norm = from.find("attention_out_norm"),
       .post_attention_norm = from.find("post_attention_norm"),
@@ -45,22 +72,29 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
       .q_norm = from.find("q_norm"),
       .k_norm = from.find("k_norm"),
       .sinks = from.find("sinks"),
-      .qkv = linear("qkv", model.first_inputs(), heads + 2 * model.num_kv_heads * model.head_dim,
+      .qkv = linear("qkv", model.first_inputs(), heads + (parts - 1) * kv_heads * head_dim,
                     Gate::NONE),
       .output = linear("output", heads, model.hidden, Gate::NONE),
-      .gated = linear("gated", model.hidden, model.inner, model.gate),
-      .down = linear("down", model.inner, model.hidden, Gate::NONE),
+      .gated = linear("gated", model.hidden, inner, model.gate),
+      .down = linear("down", inner, model.hidden, Gate::NONE),
+      .token_gate = token_gate,
+      .num_kv_heads = kv_heads,
+      .head_dim = head_dim,
       .window = own.take("window"),
       .turn = own.take("turn"),
+      .keys = own.find("keys").value_or(number),
+      .parts = int(parts),
+      .norms_values = own.find("norms_values").value_or(0) != 0,
+      .factor = factor ? factor->item<float>() : 1.0f,
   };
   from.check_all_taken();
   own.check_all_taken();
   for (const auto* norm : {&layer.input_norm, &layer.attention_out_norm, &layer.post_attention_norm,
-                           &layer.mlp_out_norm})
+                           &layer.mlp_out_norm, &layer.last_norm()})
     TORCH_CHECK(!*norm || ((*norm)->numel() == model.hidden && (*norm)->is_contiguous()),
                 "a norm has the wrong size");
   for (const auto* norm : {&layer.q_norm, &layer.k_norm})
-    TORCH_CHECK(!*norm || ((*norm)->numel() == model.head_dim && (*norm)->is_contiguous()),
+    TORCH_CHECK(!*norm || ((*norm)->numel() == head_dim && (*norm)->is_contiguous()),
                 "a norm of the heads has the wrong size");
   TORCH_CHECK(!layer.sinks || (layer.sinks->numel() == model.num_heads &&
                                layer.sinks->scalar_type() == at::kFloat),
@@ -70,7 +104,7 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
 
 ModelSizes sizes_of(const Sizes& sizes) {
   Named<int64_t> from("the decoder", sizes);
-  const ModelSizes model{
+  ModelSizes model{
       .gate = Gate(from.take("gate")),
       .hidden = from.take("hidden"),
       .inner = from.take("inner"),
@@ -79,8 +113,13 @@ ModelSizes sizes_of(const Sizes& sizes) {
       .head_dim = from.take("head_dim"),
       .head_format = Format(from.take("head_format")),
       .vocab = from.take("vocab"),
+      .token_format = std::nullopt,
       .joint = Joint(from.find("joint").value_or(0)),
   };
+  if (const auto format = from.find("token_format")) {
+    TORCH_CHECK(*format >= 0 && *format <= int(LAST_FORMAT), "no such product of tokens' vectors");
+    model.token_format = Format(*format);
+  }
   from.check_all_taken();
   return model;
 }
@@ -93,6 +132,9 @@ Factors factors_of(const c10::Dict<std::string, double>& factors) {
       .softcap = float(from.take("softcap")),
       .embedding_scale = float(from.take("embedding_scale")),
       .residual_scale = float(from.take("residual_scale")),
+      .token_product = float(from.find("token_product").value_or(1.0)),
+      .token_row = float(from.find("token_row").value_or(1.0)),
+      .token_sum = float(from.find("token_sum").value_or(1.0)),
   };
   from.check_all_taken();
   return found;
@@ -106,25 +148,34 @@ void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>
   TORCH_CHECK(!dense || is_bf16(hidden_rows) == (*dense == Format::BF16),
               "the rows are not of the weights' dtype");
   // (places for layers, 2, blocks, block size, heads, head dim), and the same without the last for
-  // the scales of int8.
+  // the scales of int8: of as many heads as a slot has.
   TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(4) == num_kv_heads &&
               pool.size(5) == head_dim);
-  TORCH_CHECK(places.empty() ? views == 1 && pool.size(0) == int64_t(layers.size())
-                             : places.size() >= 2 * layers.size(),
+  TORCH_CHECK(places.empty() ? views == 1 && pool.size(0) == num_keys
+                             : int64_t(places.size()) >= PLACE * num_keys,
               "the pool is for another number of layers");
-  for (size_t i = 0; i < layers.size() && !places.empty(); ++i)
-    TORCH_CHECK(places[2 * i] >= 0 && places[2 * i] < views && places[2 * i + 1] >= 0 &&
-                    places[2 * i + 1] < pool.size(0),
-                "a layer has no place in the pool");
-  TORCH_CHECK(pool.scalar_type() == (scales ? at::kChar : hidden_rows.scalar_type()) &&
-              head_dim <= MAX_HEAD_DIM);
+  TORCH_CHECK(pool.scalar_type() == (scales ? at::kChar : hidden_rows.scalar_type()));
   TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat &&
-                          scales->sizes() == pool.sizes().slice(0, 5)));
+                          scales->dim() == 5 && scales->size(4) >= num_kv_heads &&
+                          scales->sizes().slice(0, 4) == pool.sizes().slice(0, 4)));
+  for (const Layer& layer : layers) {
+    const bool has_place = !places.empty();
+    const int64_t* place = has_place ? &places[PLACE * layer.keys] : nullptr;
+    const int64_t width = layer.num_kv_heads * layer.head_dim, column = has_place ? place[2] : 0;
+    TORCH_CHECK(!has_place ||
+                    (place[0] >= 0 && place[0] < views && place[1] >= 0 && place[1] < pool.size(0)),
+                "a layer has no place in the pool");
+    TORCH_CHECK(column >= 0 && column + width <= pool.stride(3) && column % layer.head_dim == 0 &&
+                    (!scales || column / layer.head_dim + layer.num_kv_heads <= scales->size(4)),
+                "a layer's keys do not fit their slots");
+  }
   TORCH_CHECK(int64_t(cos.size()) >= num_turns && cos.size() == sin.size());
+  for (const Layer& layer : layers)
+    TORCH_CHECK(cos[layer.turn].size(-1) == layer.head_dim / 2,
+                "a rotary embedding is of other heads");
   for (size_t i = 0; i < cos.size(); ++i) {
     TORCH_CHECK(cos[i].is_contiguous() && sin[i].is_contiguous() &&
-                cos[i].size(-1) == head_dim / 2 && cos[i].sizes() == cos[0].sizes() &&
-                cos[i].sizes() == sin[i].sizes());
+                cos[i].size(0) == cos[0].size(0) && cos[i].sizes() == sin[i].sizes());
     TORCH_CHECK(cos[i].scalar_type() == hidden_rows.scalar_type() &&
                 sin[i].scalar_type() == hidden_rows.scalar_type());
   }
@@ -165,10 +216,11 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
     at::Tensor positions, at::Tensor slots, at::Tensor tables, at::Tensor query_start,
     at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws, at::Tensor pool,
     std::optional<at::Tensor> scales, OptionalAdapters adapters, std::vector<int64_t> places,
-    Taps taps) const {
+    Taps taps, std::optional<at::Tensor> table_rows) const {
   const int64_t views = tables.dim() == 3 ? tables.size(0) : 1;
   check(hidden_rows, cos, sin, pool, scales, places, views);
   check(taps, hidden_rows, !wanted);
+  check_table_rows(table_rows, hidden_rows);
   const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
   TORCH_CHECK(slots.is_contiguous() && slots.numel() == views * T && positions.is_contiguous() &&
               positions.size(0) == T);
@@ -199,6 +251,7 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
       .draws = draws,
       .adapters = adapters ? adapters->get() : nullptr,
       .taps = taps,
+      .table_rows = table_rows,
   });
   return {out, at::tensor(drawn, positions.options())};
 }
@@ -214,8 +267,10 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   const int64_t most_threads = at::get_num_threads(), drawing = pass.draws ? most_threads : 0;
   Step step{
       .barrier = {},
-      .counters = std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + LAST_STAGES),
-      .progress = std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads),
+      .counters = std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + FIRST_STAGES +
+                                                    LAST_STAGES),
+      .progress =
+          std::vector<Progress>((layers.size() * SHARED_STAGES + OTHER_LINEARS) * most_threads),
       .buffers = buffers(T, most_threads, pass.hidden.scalar_type(),
                          pass.adapters == nullptr ? 0 : pass.adapters->most_ranks()),
       .hidden = as_float(pass.hidden, pass.joint != nullptr),
@@ -225,8 +280,8 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .rows = T,
       .wanted = pass.wanted,
       .num_wanted = R,
-      .tasks = {},
-      .last_tasks = {},
+      .tasks = std::vector<HeadTasks>(kinds.size()),
+      .picked = picked_rows(pass),
       .writes_alone = false,
       .highest = empty({drawing, R, PANEL}, at::kFloat),
       .highest_panel = empty({drawing, R, PANEL}, at::kInt),
@@ -234,6 +289,8 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .wanted_adapters = {},
       .taps = pass.taps,
       .joint = pass.joint,
+      .embeds = pass.hidden,
+      .table_rows = pass.table_rows,
   };
   if (pass.adapters != nullptr && pass.wanted != nullptr) {
     std::vector<int32_t> numbers(R);
@@ -243,14 +300,18 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
-  const int64_t part = pool.stride(1);
+  const int64_t part = pool.stride(1), scale_part = pass.scales ? pass.scales->stride(1) : 0,
+                scale_stride = pass.scales ? pass.scales->size(4) : 0;
   for (size_t i = 0; i < layers.size(); ++i) {
-    const int64_t place = pass.place(i);
-    char* keys = (char*)pool.data_ptr() + 2 * place * part * pool.element_size();
+    const Layer& layer = layers[i];
+    const int64_t place = pass.place(layer.keys), column = pass.column(layer.keys);
+    const bool is_picked = step.is_picked(i);
+    char* keys = (char*)pool.data_ptr() + (2 * place * part + column) * pool.element_size();
     char* values = keys + part * pool.element_size();
-    float* key_scales =
-        pass.scales ? pass.scales->data_ptr<float>() + 2 * place * part / head_dim : nullptr;
-    float* value_scales = pass.scales ? key_scales + part / head_dim : nullptr;
+    float* key_scales = pass.scales ? pass.scales->data_ptr<float>() + 2 * place * scale_part +
+                                          column / layer.head_dim
+                                    : nullptr;
+    float* value_scales = pass.scales ? key_scales + scale_part : nullptr;
     attention.push_back({
         .q = b.q.const_data_ptr(),
         .out = b.attended.data_ptr(),
@@ -258,56 +319,73 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .values = values,
         .key_scales = key_scales,
         .value_scales = value_scales,
-        .block_tables = pass.tables_at(i),
+        .block_tables = pass.tables_at(layer.keys),
         .table_stride = pass.table_stride,
-        .query_start = pass.query_start,
+        .query_start = is_picked ? step.picked.query_start.data() : pass.query_start,
         .context_lens = pass.context_lens,
-        .q_stride = num_heads * head_dim,
+        .q_stride = layer.heads_width(num_heads),
         .out_stride = b.attended.stride(0),
-        .head_dim = int(head_dim),
+        .slot_stride = pool.stride(3),
+        .scale_stride = scale_stride,
+        .head_dim = int(layer.head_dim),
         .num_heads = int(num_heads),
-        .num_kv_heads = int(num_kv_heads),
+        .num_kv_heads = int(layer.num_kv_heads),
         .block_size = int(pool.size(3)),
-        .value_dim = int(head_dim),
-        .window = layers[i].window,
+        .value_dim = int(layer.head_dim),
+        .window = layer.window,
         .scale = attention_scale,
         .is_bf16 = bf16,
         .softcap = softcap,
-        .sinks = data<float>(layers[i].sinks),
+        .sinks = data<float>(layer.sinks),
     });
     rope.push_back({
         .qkv = b.qkv.const_data_ptr(),
         .qkv_stride = b.qkv.size(1),
-        .cos = pass.cos[layers[i].turn].const_data_ptr(),
-        .sin = pass.sin[layers[i].turn].const_data_ptr(),
-        .positions = pass.positions,
-        .q_norm = data<char>(layers[i].q_norm),
-        .k_norm = data<char>(layers[i].k_norm),
+        .cos = pass.cos[layer.turn].const_data_ptr(),
+        .sin = pass.sin[layer.turn].const_data_ptr(),
+        .positions = is_picked ? step.picked.positions.data() : pass.positions,
+        .q_norm = data<char>(layer.q_norm),
+        .k_norm = data<char>(layer.k_norm),
         .q = b.q.data_ptr(),
         .keys = keys,
         .values = values,
         .key_scales = key_scales,
         .value_scales = value_scales,
-        .slots = pass.slots_at(i),
+        .slots = pass.slots_at(layer.keys),
+        .slot_stride = pool.stride(3),
+        .scale_stride = scale_stride,
         .num_heads = int(num_heads),
-        .num_kv_heads = int(num_kv_heads),
-        .head_dim = int(head_dim),
+        .num_kv_heads = int(layer.num_kv_heads),
+        .head_dim = int(layer.head_dim),
         .eps = eps,
         .is_bf16 = bf16,
         .norms_round_once = rounds_once(pass.hidden),
+        .parts = layer.parts,
+        .norms_values = layer.norms_values,
     });
   }
-  step.tasks = attention_tasks(attention[0], pass.sequences, most_threads);
-  if (pass.wanted != nullptr) step.last_tasks = tasks_of(attention[0], step.tasks, pass.wanted, R);
+  for (size_t kind = 0; kind < kinds.size(); ++kind) {
+    HeadTasks& tasks = step.tasks[kind];
+    AttentionArgs args = attention[kinds[kind]];
+    args.query_start = pass.query_start;
+    tasks.all = attention_tasks(args, pass.sequences, most_threads);
+    if (pass.wanted == nullptr) continue;
+    if (kind == kind_of[step.picked.layer])
+      tasks.picking = tasks_of(args, tasks.all, pass.wanted, R);
+    if (step.picked.layer + 1 == layers.size()) continue;
+    args.query_start = step.picked.query_start.data();
+    tasks.picked = attention_tasks(args, pass.sequences, most_threads);
+  }
   step.writes_alone = true;
-  // Views of equal windows share alike, so one of each is asked.
-  std::vector<int64_t> asked;
-  for (size_t i = 0; i < layers.size() && step.writes_alone; ++i) {
-    const int64_t kind = pass.places.empty() ? 0 : layers[i].window;
+  // Views of equal windows share alike, so one of each is asked, and for each kind of heads.
+  std::vector<std::pair<int64_t, size_t>> asked;
+  for (size_t i = 0; i < layers.size() && step.writes_alone && !step.is_picked(i); ++i) {
+    const std::pair kind(pass.places.empty() ? 0 : layers[i].window, kind_of[i]);
     if (std::find(asked.begin(), asked.end(), kind) != asked.end()) continue;
     asked.push_back(kind);
     step.writes_alone =
-        can_write_alone(attention[i], step.tasks, pass.slots_at(i), pass.sequences, pool.size(2));
+        can_write_alone(attention[i], step.tasks[kind_of[i]].all, pass.slots_at(layers[i].keys),
+                        pass.sequences, pool.size(2));
   }
 #pragma omp parallel num_threads(most_threads)
   {
@@ -316,7 +394,9 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
     Walk walk{omp_get_thread_num(), T, pass.adapters == nullptr ? nullptr : &pass.adapters->all};
     if (void* own = residual_of(step, walk); own != step.hidden.data_ptr())
       std::memcpy(own, step.hidden.const_data_ptr(), step.hidden.nbytes());
-    for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
+    if (token_inputs) make_tokens(step, walk);
+    for (size_t i = 0; i < layers.size() && walk.rows > 0; ++i)
+      run(step, walk, i, attention[i], rope[i]);
     if (R > 0) step.joint == nullptr ? finish(step, walk) : score(step, walk);
   }
   return {step.out, pass.draws ? argmax_ids(step, step.barrier.threads()) : std::vector<int64_t>{}};
@@ -327,7 +407,7 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
                                      std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                      at::Tensor pool, std::optional<at::Tensor> scales,
                                      OptionalAdapters adapters, std::vector<int64_t> places,
-                                     Taps taps) const {
+                                     Taps taps, std::optional<at::Tensor> token_table) const {
   const int64_t S = ids.size(), block_size = pool.size(3),
                 views = tables.dim() == 3 ? tables.size(0) : 1;
   TORCH_CHECK(int64_t(lengths.size()) == S && (tables.dim() == 2 || tables.dim() == 3) &&
@@ -349,6 +429,9 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
   const at::Tensor hidden_rows = embedded(ids, embedding, cos[0].scalar_type());
   check(hidden_rows, cos, sin, pool, scales, places, views);
   check(taps, hidden_rows, true);
+  std::optional<at::Tensor> table_rows;
+  if (token_table) table_rows = rows_of(*token_table, ids);
+  check_table_rows(table_rows, hidden_rows);
   return compute({
                      .hidden = hidden_rows,
                      .cos = cos,
@@ -371,6 +454,7 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
                      .draws = true,
                      .adapters = adapters ? adapters->get() : nullptr,
                      .taps = taps,
+                     .table_rows = table_rows,
                  })
       .second;
 }
@@ -388,14 +472,7 @@ at::Tensor Decoder::embedded(const std::vector<int64_t>& ids,
   TORCH_CHECK(embedding->is_contiguous() && embedding->dim() == 2 && embedding->size(1) == hidden &&
               (embedding->scalar_type() == final_norm.scalar_type() ||
                final_norm.scalar_type() == at::kFloat));
-  at::Tensor out = empty({count, hidden}, embedding->scalar_type());
-  const int64_t size = hidden * out.itemsize();
-  for (int64_t row = 0; row < count; ++row) {
-    TORCH_CHECK_INDEX(ids[row] >= 0 && ids[row] < embedding->size(0), "index out of range in self");
-    std::memcpy((char*)out.data_ptr() + row * size,
-                (const char*)embedding->const_data_ptr() + ids[row] * size, size);
-  }
-  return scaled(std::move(out));
+  return scaled(rows_of(*embedding, ids));
 }
 
 template <typename T>
@@ -444,7 +521,98 @@ void Decoder::tap(const Step& step, const Walk& walk, int64_t number, Inputs row
   }
 }
 
-// The rest of the last layer is for the wanted rows: their results of attention and their residuals
+void Decoder::check_table_rows(const std::optional<at::Tensor>& rows,
+                               const at::Tensor& hidden_rows) const {
+  TORCH_CHECK(rows.has_value() == token_inputs.has_value(),
+              "rows of tokens' vectors are for models that have some");
+  TORCH_CHECK(!rows || (rows->is_contiguous() && rows->scalar_type() == hidden_rows.scalar_type() &&
+                        rows->sizes() == at::IntArrayRef({hidden_rows.size(0),
+                                                          token_dim() * int64_t(layers.size())})),
+              "the rows of tokens' vectors have the wrong size");
+}
+
+// Rows go on alone after the last layer that writes keys, where nothing else needs the others; as a
+// rule that is the last layer.
+PickedRows Decoder::picked_rows(const Pass& pass) const {
+  PickedRows picked{.layer = layers.size() - 1, .positions = {}, .query_start = {}};
+  if (pass.wanted == nullptr) return picked;
+  size_t writer = layers.size();
+  while (layers[--writer].parts == 1) continue;
+  if (writer == picked.layer) return picked;
+  if (pass.taps)
+    for (int64_t number : std::get<0>(*pass.taps))
+      if (number > int64_t(writer)) return picked;
+  std::vector<int32_t> starts{0};
+  const int64_t* row = pass.wanted;
+  const int64_t* end = row + pass.num_wanted;
+  for (int64_t s = 0; s < pass.sequences; ++s) {
+    const int64_t* first = row;
+    while (row < end && *row < pass.query_start[s + 1]) ++row;
+    // Otherwise they would not be the newest ones of a context.
+    if (row > first &&
+        (row[-1] != pass.query_start[s + 1] - 1 || row[-1] - *first != row - first - 1))
+      return picked;
+    starts.push_back(int32_t(row - pass.wanted));
+  }
+  picked.layer = writer;
+  picked.query_start = std::move(starts);
+  for (const int64_t* one = pass.wanted; one < end; ++one)
+    picked.positions.push_back(pass.positions[*one]);
+  return picked;
+}
+
+void Decoder::make_tokens(Step& step, Walk& walk) const {
+  at::Tensor& tokens = step.buffers.tokens;
+  linear(step, walk, token_inputs->product, NO_SITE, inputs_of(step.embeds), tokens,
+         &layers[0].qkv);
+  step.barrier.wait(walk.prefetch);
+  const TokenInputArgs args{
+      .products = tokens.const_data_ptr(),
+      .rows = step.table_rows->const_data_ptr(),
+      .out = tokens.data_ptr(),
+      .weight = token_inputs->norm.const_data_ptr<float>(),
+      .width = tokens.size(1),
+      .dim = token_dim(),
+      .eps = eps,
+      .product_factor = token_product,
+      .row_factor = token_row,
+      .factor = token_sum,
+      .is_bf16 = step.is_bf16,
+  };
+  over_rows(step, walk, tokens.size(1),
+            [&](int64_t first, int64_t last) { KERNEL(token_inputs)(args, first, last); });
+}
+
+void Decoder::add_token(Step& step, Walk& walk, size_t i, const Linear* then) const {
+  const Layer& layer = layers[i];
+  const TokenGate& own = *layer.token_gate;
+  Buffers& b = step.buffers;
+  const Inputs stream = norm(step, walk, std::nullopt, true, layer.mlp_out_norm);
+  linear(step, walk, own.gate, NO_SITE, stream, b.gates, &own.out);
+  step.barrier.wait(walk.prefetch);
+  const int64_t dim = token_dim(), stride = b.gated.stride(0), size = b.gated.itemsize();
+  const bool small = is_small(step.rows, dim);
+  const GeluTimesArgs args{
+      .gates = b.gates.const_data_ptr(),
+      .x = (const char*)b.tokens.const_data_ptr() + i * dim * size,
+      .out = (char*)b.gated.data_ptr() + (small ? walk.thread * step.rows * stride * size : 0),
+      .width = dim,
+      .gates_stride = dim,
+      .x_stride = b.tokens.size(1),
+      .out_stride = stride,
+      .x_rows = step.rows_after(i),
+      .is_bf16 = step.is_bf16,
+  };
+  if (small)
+    by_row(walk, [&](int64_t row) { KERNEL(gelu_times)(args, row, row + 1); });
+  else
+    over_rows(step, walk, dim,
+              [&](int64_t first, int64_t last) { KERNEL(gelu_times)(args, first, last); });
+  linear(step, walk, own.out, NO_SITE, {args.out, stride}, b.added, then);
+  step.barrier.wait(walk.prefetch);
+}
+
+// The rest of the layer is for the wanted rows: their results of attention and their residuals
 // come to the front, each thread's share of the columns. All threads have to meet after it.
 void Decoder::pick(Step& step, Walk& walk) const {
   const auto move = [&](void* rows, int64_t stride, int64_t first, int64_t last) {
@@ -457,7 +625,7 @@ void Decoder::pick(Step& step, Walk& walk) const {
                 stream = step.hidden.itemsize();
   const auto share = [&](int64_t width, int64_t thread) { return width * thread / threads; };
   const Inputs attended = inputs_of(step.buffers.attended);
-  const int64_t heads = num_heads * head_dim;
+  const int64_t heads = layers[step.picked.layer].heads_width(num_heads);
   move(attended.rows, attended.stride * size, share(heads, walk.thread) * size,
        share(heads, walk.thread + 1) * size);
   if (is_small(step.rows, hidden))
@@ -471,7 +639,8 @@ void Decoder::pick(Step& step, Walk& walk) const {
 
 // The final norm, and the head where tokens are drawn.
 void Decoder::finish(Step& step, Walk& walk) const {
-  const Inputs normed = norm(step, walk, final_norm, true, layers.back().mlp_out_norm);
+  const Inputs normed =
+      norm(step, walk, final_norm, true, layers.back().last_norm(), layers.back().factor);
   const int64_t size = step.out.itemsize(),
                 last = walk.rows * (walk.thread + 1) / step.barrier.threads();
   for (int64_t row = walk.rows * walk.thread / step.barrier.threads(); row < last; ++row)
@@ -514,12 +683,17 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   const Layer& layer = layers[i];
   const int64_t site = i * LINEARS;
   Buffers& b = step.buffers;
-  const bool picks = step.wanted != nullptr && i + 1 == layers.size(),
-             writes_alone = step.writes_alone && !picks;
-  const std::vector<AttentionTask>& tasks = picks ? step.last_tasks : step.tasks;
+  const bool is_picked = step.is_picked(i),
+             picks = step.wanted != nullptr && i == step.picked.layer,
+             writes_alone = step.writes_alone && !picks && !is_picked;
+  const HeadTasks& of_heads = step.tasks[kind_of[i]];
+  const std::vector<AttentionTask>& tasks = picks       ? of_heads.picking
+                                            : is_picked ? of_heads.picked
+                                                        : of_heads.all;
+  const Layer& before = layers[i - (i > 0)];
   const Inputs first = step.joint != nullptr && i == 0 ? join(step, walk)
                                                        : norm(step, walk, layer.input_norm, i > 0,
-                                                              layers[i - (i > 0)].mlp_out_norm);
+                                                              before.last_norm(), before.factor);
   if (step.taps) tap(step, walk, i, {residual_of(step, walk), hidden});
   linear(step, walk, layer.qkv, site + QKV, first, b.qkv, &layer.output, PREFETCH_DURING_ATTENTION);
   const int64_t threads = step.barrier.threads();
@@ -527,7 +701,7 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   step.barrier.wait(walk.prefetch);
   if (!writes_alone)
     over_rows(step, walk, b.qkv.size(1), [&](int64_t first, int64_t last) {
-      KERNEL(rope)(rope, first, last, 0, int(num_kv_heads));
+      KERNEL(rope)(rope, first, last, 0, int(layer.num_kv_heads));
     });
   attend_share(attention, writes_alone ? &rope : nullptr, tasks,
                &step.progress[walk.shared++ * threads], walk.prefetch, walk.thread, threads);
@@ -543,11 +717,13 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
          norm(step, walk, layer.post_attention_norm, true, layer.attention_out_norm), b.inner,
          &layer.down);
   step.barrier.wait(walk.prefetch);
+  const Linear* next = i + 1 < layers.size()                               ? &layers[i + 1].qkv
+                       : step.highest.numel() > 0 || step.joint != nullptr ? &head
+                                                                           : nullptr;
   linear(step, walk, layer.down, site + DOWN, inputs_of(b.inner), b.added,
-         i + 1 < layers.size()                               ? &layers[i + 1].qkv
-         : step.highest.numel() > 0 || step.joint != nullptr ? &head
-                                                             : nullptr);
+         layer.token_gate ? &layer.token_gate->gate : next);
   step.barrier.wait(walk.prefetch);
+  if (layer.token_gate) add_token(step, walk, i, next);
 }
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {

@@ -76,6 +76,19 @@ static float weighted(float x, const W* weight, const T*) {
   return to_float(value);
 }
 
+// A sum in T, times a factor.
+template <typename T>
+static vf times(vf sum, float factor, const T* through) {
+  return factor == 1.0f ? sum : rounded(sum, through) * splat(factor);
+}
+template <typename T>
+static float times(float sum, float factor, const T*) {
+  if (factor == 1.0f) return sum;
+  T value;
+  store(&value, sum);
+  return to_float(value) * factor;
+}
+
 // add_norm_row of layers that norm or multiply the addend, or have no norm before it.
 // W: type of the weights.
 template <typename T, typename W>
@@ -89,14 +102,14 @@ static void add_norm_row_of(const NormArgs& a, T* hidden, const T* x, T* out) {
       const vf value = load(x + i) * splat(by);
       const vf added =
           x_weight != nullptr ? weighted(value, x_weight + i, hidden) : rounded(value, hidden);
-      store_all(hidden + i, load(hidden + i) + apart(added));
+      store_all(hidden + i, times(load(hidden + i) + apart(added), a.factor, hidden));
     }
     for (; i < n; ++i) {
       T value;
       store(&value, to_float(x[i]) * by);
       const float added = x_weight != nullptr ? weighted(to_float(x[i]) * by, x_weight + i, hidden)
                                               : to_float(value);
-      store(hidden + i, to_float(hidden[i]) + apart(added));
+      store(hidden + i, times(to_float(hidden[i]) + apart(added), a.factor, hidden));
     }
   }
   if (weight == nullptr) {
@@ -123,14 +136,14 @@ static void add_norm_stream_row(const NormArgs& a, float* hidden, const float* x
     for (; i + L <= n; i += L) {
       vf value = load(x + i) * splat(by);
       if (x_weight != nullptr) value = value * load(x_weight + i);
-      const vf sum = load(hidden + i) + apart(value);
+      const vf sum = (load(hidden + i) + apart(value)) * splat(a.factor);
       store_all(hidden + i, sum);
       squares += sum * sum;
     }
     for (; i < n; ++i) {
       float value = x[i] * by;
       if (x_weight != nullptr) value = value * to_float(x_weight[i]);
-      hidden[i] += apart(value);
+      hidden[i] = (hidden[i] + apart(value)) * a.factor;
       rest += hidden[i] * hidden[i];
     }
   }

@@ -23,11 +23,13 @@ struct NormArgs {
   // `hidden` and `x` are float beside an `out` that is_bf16 tells of. The weights are bf16, or
   // float where rounds_once; nothing but `out` is rounded.
   bool is_float_stream = false;
+  // Of the sum of `hidden` and `x`.
+  float factor = 1.0f;
 
   // Nothing but `x` is added and one norm applied, in the rows' dtype.
   bool is_plain() const {
     return weight != nullptr && !is_float_stream && !rounds_once && x_weight == nullptr &&
-           x_factor == 1.0f;
+           x_factor == 1.0f && factor == 1.0f;
   }
 };
 
