@@ -25,9 +25,13 @@ def _types(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
     return (*types[:-1], FULL)
 
 
-def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    window = config.integer("sliding_window", 512)
+def _windows(config: ConfigReader, num_layers: int, default: int = 512) -> tuple[int | None, ...]:
+    window = config.integer("sliding_window", default)
     return tuple(window if one == SLIDING else None for one in _types(config, num_layers))
+
+
+def _unified_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    return _windows(config, num_layers, 1024)
 
 
 def _rope(config: ConfigReader, max_positions: int, kind: str, head_dim: int) -> RopeConfig:
@@ -179,7 +183,7 @@ GEMMA4_UNIFIED = replace(
     GEMMA4,
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
-    sliding_windows=_windows,
+    sliding_windows=_unified_windows,
     finish=_finish_unified,
     defaults={**GEMMA4.defaults, "max_position_embeddings": 262_144},
 )

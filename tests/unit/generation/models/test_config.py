@@ -152,16 +152,19 @@ def test_absent_fields_have_transformers_defaults(tmp_path: Path, family: str) -
     assert config.num_layers == expected.num_hidden_layers
     assert config.num_heads == expected.num_attention_heads
     if config.latent is None:
-        assert config.num_kv_heads == (expected.num_key_value_heads or config.num_heads)
-    assert config.rope_width == (getattr(expected, "head_dim", None) or expected.hidden_size // config.num_heads)
+        assert config.shape(0).num_kv_heads == (expected.num_key_value_heads or config.num_heads)
+    # Of the first layer, where they differ.
+    expected.allow_global_per_layer_attribute_access = True
+    width = config.rope_width(0)
+    assert width == (getattr(expected, "head_dim", None) or expected.hidden_size // config.num_heads)
     for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
         # One without plain MLPs has no width of them.
         assert getattr(config, name) == getattr(expected, name, 512)
     assert config.rms_norm_eps == getattr(expected, "rms_norm_eps", getattr(expected, "layer_norm_eps", None))
     rope = expected.rope_parameters
-    rope = rope.get("full_attention", rope)
+    rope = rope.get("sliding_attention" if config.layer_shapes else "full_attention", rope)
     assert (config.rope.theta, config.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
-    assert (config.rope.rotary_dim or config.rope_width) == config.rope_width * rope.get("partial_rotary_factor", 1.0)
+    assert (config.rope.rotary_dim or width) == width * rope.get("partial_rotary_factor", 1.0)
     assert config.tie_word_embeddings == expected.tie_word_embeddings
     assert config.bos_token_id == expected.bos_token_id
     eos = expected.eos_token_id
