@@ -70,6 +70,10 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace, old
             return timed(Path(place), old, device, options) if old.ids == "equal" else old
         try:
             folder = tiny_model_type(Path(place) / "small", model_type)
+        except ImportError as error:
+            library = re.search(r"requires the (\S+) library", str(error))
+            what = said(error) if library is None else f"a part of it needs {library[1]}"
+            return Row(model_type, "–", "", remark=f"not tried: {what}")
         except Exception as error:  # whatever a configuration class raises
             why = refusal_of(Path(place) / "config", model_type)
             if why:

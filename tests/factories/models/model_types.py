@@ -116,6 +116,9 @@ _VISION: Mapping[str, Any] = {
     "image_size": 28,
     "crop_size": 28,
     "patch_size": 14,
+    "adapter_in_dim": 32,
+    "adapter_out_dim": 64,
+    "mlp_layer_types": ["dense"],
 }
 _AUDIO: Mapping[str, Any] = {
     **_VISION,
@@ -124,6 +127,7 @@ _AUDIO: Mapping[str, Any] = {
     "depthwise_separable_out_channel": 32,
     "nemo_conv_channels": 32,
     "bias_max_distance": 16,
+    "adapter_input_size": 32,
 }
 # Fields of single types that no rule gives.
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
@@ -268,7 +272,8 @@ FURTHER_STATEFUL = (
 # The others that the fallback runs.
 FURTHER = (
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "beam", "biogpt", "bitnet", "cohere", "cohere2",
-    "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "diffllama", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4",
     "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma3", "gemma3_text", "gemma3n_text", "gemma4",
     "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "got_ocr2",
     "gpt-sw3", "gpt_bigcode",
@@ -276,9 +281,9 @@ FURTHER = (
     "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe",
     "kolibri1", "laguna", "lfm2", "llama", "llama4", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
     "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder",
-    "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi4_multimodal",
-    "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-    "vaultgemma", "youtu",
+    "moss_transcribe_diarize", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
+    "phi4_multimodal", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 
 # Encoders that decode, and decoders that attend by themselves; the first ones are those of the ordinary run.
