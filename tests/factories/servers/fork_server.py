@@ -63,7 +63,9 @@ def _fork_for(caller: int, order: dict[str, Any], descriptors: list[int]) -> int
             os.write(answer, str(pid).encode())
             os._exit(0)
         # It is readable once that process has ended, which is after its child has got another parent.
-        select.select([parent], [], [])
+        ended = select.poll()
+        ended.register(parent, select.POLLIN)
+        ended.poll()
         if os.getppid() != caller:
             os._exit(1)
         _run(order, dict(zip(order["numbers"], descriptors, strict=True)))

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import json
 import os
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -55,7 +55,7 @@ class LaunchedProcess:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for its end; only the launcher gets its status. Raises subprocess.TimeoutExpired."""
-        if not select.select([self._end], [], [], timeout)[0]:
+        if not _readable([self._end], timeout):
             raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
 
     def kill(self) -> None:
@@ -124,7 +124,7 @@ class Meeting:
     def _wait(self, number: int, deadline: float) -> None:
         """Wait for the next event. Raises StartupError when it is closed, and at the deadline."""
         waited = [self._wake] if self._is_closed else [self._wake, self._socket.fileno(), *self._unheard]
-        ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
+        ready = _readable(waited, max(0.0, deadline - time.monotonic()))
         if self._wake in ready:
             raise StartupError("the start was given up", flag="RANK")
         if not ready:
@@ -197,6 +197,14 @@ class Meeting:
             self._end()
             if self._name is not None:
                 self._name.close()
+
+
+def _readable(descriptors: list[int], timeout: float | None) -> list[int]:
+    """Wait for one of them, whatever its number: select() takes none above 1,023."""
+    with selectors.DefaultSelector() as selector:
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+        return [key.fd for key, _ in selector.select(timeout)]
 
 
 def _listen(count: int) -> tuple[str, socket.socket]:

@@ -6,11 +6,12 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -220,6 +221,20 @@ def test_a_rank_that_dies_after_its_number_is_named() -> None:
         meeting.take(1, {})
     assert caught.value.flag == "RANK"
     meeting.close()
+
+
+def test_a_process_that_has_thousands_of_files_open_meets_its_ranks(pool: ThreadPoolExecutor) -> None:
+    """select() knows no descriptor above 1,023; a server that connections keep busy has such."""
+    rendezvous = rendezvous_of(2)
+    with ExitStack() as held:
+        while held.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        meeting = held.enter_context(closing(Meeting(rendezvous)))
+        coming = pool.submit(meet_rank_0, replace(rendezvous, rank=1))
+        process, _ = meeting.take(1, {})
+        assert coming.result(BOUND)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
 
 
 def test_a_place_that_is_not_rank_0s_is_refused(store: Any, folders: Path) -> None:
