@@ -55,7 +55,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 def weights(folder: Path) -> None:
     """Check a folder as far as its numbers."""
     config = read_model_config(folder)
-    checkpoint_weights(folder, config, CPU, "auto", "auto", map_embeddings=True)
+    checkpoint_weights(folder, config, CPUDevice(), "auto", "auto", map_embeddings=True)
 
 
 def write(path: Path, value: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_rotary_embedding_is_refused_before_it_is_computed(
     outcomes = Outcomes()
     for name, scaling in [("as it is", SCALINGS[kind]), *some(lies(SCALINGS[kind], added=("rope_theta",)), 0, 2)]:
         write(folder / "config.json", {**values, "rope_parameters": scaling})
-        outcomes.note(name, lambda: load_model(folder, device=CPU))
+        outcomes.note(name, lambda: load_model(folder, device=CPUDevice()))
     outcomes.check(30)
 
 
@@ -107,7 +107,7 @@ def test_sizes_are_refused_before_anything_is_allocated(families: dict[str, Path
     outcomes = Outcomes()
     for name, document in some(lies(values), 0, 4):
         write(folder / "config.json", document)
-        outcomes.note(name, lambda: load_model(folder, device=CPU))
+        outcomes.note(name, lambda: load_model(folder, device=CPUDevice()))
     outcomes.check(200)
 
 
@@ -182,7 +182,7 @@ def test_headers_of_safetensors(families: dict[str, Path], tmp_path: Path) -> No
     small = {name: header[name] for name in names[:3]}
     rest = {name: header[name] for name in names[3:]}
     outcomes = Outcomes()
-    outcomes.note("as it is", lambda: load_model(folder, device=CPU))
+    outcomes.note("as it is", lambda: load_model(folder, device=CPUDevice()))
     found = [(name, lie | rest) for name, lie in lies(small) if isinstance(lie, dict)] + [
         lie for lie in lies(small) if not isinstance(lie[1], dict)
     ]
@@ -215,10 +215,10 @@ def test_quantised_checkpoints(case: str, parts: int, tmp_path: Path) -> None:
     folder = quantised_pair(tmp_path, config, quantise, layers=1).folder
     values = json.loads((folder / "config.json").read_text())
     outcomes = Outcomes()
-    outcomes.note("as it is", lambda: load_model(folder, device=CPU))
+    outcomes.note("as it is", lambda: load_model(folder, device=CPUDevice()))
     for name, document in some(lies(config), list(CASES).index(case), parts):
         write(folder / "config.json", {**values, "quantization_config": document})
-        outcomes.note(name, lambda: load_model(folder, device=CPU))
+        outcomes.note(name, lambda: load_model(folder, device=CPUDevice()))
     outcomes.check(60 // parts)
 
 
@@ -237,7 +237,7 @@ def test_facts_in_the_headers_of_quantised_checkpoints(tmp_path: Path) -> None:
         said = document.decode(errors="replace") if isinstance(document, bytes) else json.dumps(document)
         metadata = {**header["__metadata__"], name: said}
         (folder / SINGLE_FILE).write_bytes(safetensors({**header, "__metadata__": metadata}, data))
-        outcomes.note(named, lambda: load_model(folder, device=CPU))
+        outcomes.note(named, lambda: load_model(folder, device=CPUDevice()))
     for nested in (False, True):
         (tmp_path / f"nf4-{nested}").mkdir()
         (config, quantise), _ = CASES["nf4-nested" if nested else "nf4"]
@@ -249,7 +249,7 @@ def test_facts_in_the_headers_of_quantised_checkpoints(tmp_path: Path) -> None:
             said = document if isinstance(document, bytes) else json.dumps(document).encode()
             tensors[state] = torch.frombuffer(bytearray(said or b" "), dtype=torch.uint8)
             save_file(tensors, folder / SINGLE_FILE)
-            outcomes.note(named, partial(load_model, folder, device=CPU))
+            outcomes.note(named, partial(load_model, folder, device=CPUDevice()))
     outcomes.check(200)
 
 
@@ -302,7 +302,7 @@ def test_facts_of_gguf(tmp_path: Path) -> None:
     outcomes = Outcomes()
     write_gguf(tmp_path / GGUF_FILE, GGUF_FACTS, gguf_tensors())
     outcomes.note("as it is", lambda: use_gguf(tmp_path))
-    outcomes.note("as it is", lambda: load_model(tmp_path, device=CPU))
+    outcomes.note("as it is", lambda: load_model(tmp_path, device=CPUDevice()))
     for fact in GGUF_FACTS:
         for name, value in HOSTILE_FACTS.items():
             write_gguf(tmp_path / GGUF_FILE, {**GGUF_FACTS, fact: value}, gguf_tensors())

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import ssl
 from asyncio import sslproto
+from pathlib import Path
+from typing import Any
 
+import factories.servers.tiny_service
 import pytest
 from factories.servers.router import until
 from penstock.http2.listener import Listener
+from penstock.http2.metered_tls import MeteredTls
 
+FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 
 
@@ -23,7 +29,7 @@ async def test_handshakes_of_one_network_push_out_their_own() -> None:
     try:
         for source in (HERE, HERE, THERE, THERE, THERE, THERE, THERE):
             opened.append(await asyncio.open_connection(HERE, port, local_addr=(source, 0)))
-            await until(lambda: len(listener._opening) == min(len(opened), 5))
+            await until(lambda: listener.num_opening == min(len(opened), 5))
         await until(lambda: all(opened[number][0].at_eof() for number in (2, 3)))
         assert not any(opened[number][0].at_eof() for number in (0, 1, 4, 5, 6))
         # In all it is the oldest that goes, whoever has it.
@@ -35,7 +41,7 @@ async def test_handshakes_of_one_network_push_out_their_own() -> None:
         listener.close()
         for _, writer in opened:
             writer.transport.abort()
-        await until(lambda: not listener._opening and not listener._opening_of)
+        await until(lambda: listener.num_opening == 0)
 
 
 async def test_a_connection_without_tls_needs_no_task() -> None:
@@ -65,13 +71,13 @@ async def test_a_handshake_needs_no_task() -> None:
     listener.start()
     opened = [await asyncio.open_connection(HERE, port) for _ in range(20)]
     try:
-        await until(lambda: len(listener._opening) == len(opened))
+        await until(lambda: listener.num_opening == len(opened))
         assert asyncio.all_tasks() == tasks
     finally:
         listener.close()
         for _, writer in opened:
             writer.transport.abort()
-        await until(lambda: not listener._opening)
+        await until(lambda: listener.num_opening == 0)
 
 
 async def test_protocols_that_begin_at_once_know_their_connection_in_the_turn_that_accepts_it() -> None:
@@ -114,9 +120,106 @@ async def test_a_failed_handshake_is_free_without_a_garbage_collection(sent: byt
             writer.write_eof()
             await reader.read()
             writer.close()
-        await until(lambda: not listener._opening)
+        await until(lambda: listener.num_opening == 0)
         # It has the buffers. (asyncio's own transport waits for a collection; it is a kilobyte.)
         await until(lambda: not any(isinstance(one, sslproto.SSLProtocol) for one in gc.get_objects()))
     finally:
         gc.enable()
         listener.close()
+
+
+def _hello() -> bytes:
+    """Return the first bytes of a handshake."""
+    sent, received = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(received, sent).do_handshake()
+    return sent.read()
+
+
+def _caller(source: str, port: int) -> socket.socket:
+    return socket.create_connection((HERE, port), source_address=(source, 0))
+
+
+async def test_a_flood_of_handshakes_delays_others_by_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake takes a millisecond: sixteen of them were in one turn of the loop, and what came behind waited."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(FILES / "server.pem", FILES / "server.key")
+    (listener,), port = await Listener.bind(HERE, 0, asyncio.Protocol, tls, 60.0, 64)
+    turn = 0
+    # Turns in which handshakes took the first bytes, which is what costs, and the networks of those begun.
+    took, begun = list[int](), list[str]()
+
+    class Tls(MeteredTls):
+        num_calls = 0
+
+        def do_handshake(self) -> None:
+            # asyncio's first call comes before any byte.
+            self.num_calls += 1
+            if self.num_calls == 2:
+                took.append(turn)
+            super().do_handshake()
+
+    tls.sslobject_class = Tls
+    loop: Any = asyncio.get_running_loop()
+    make = loop._make_ssl_transport
+
+    def noted(connection: socket.socket, *rest: Any, **named: Any) -> Any:
+        begun.append(connection.getpeername()[0])
+        return make(connection, *rest, **named)
+
+    monkeypatch.setattr(listener._arrivals, "_make_transport", noted)
+    listener.start()
+    # No await: all are accepted in the turns that follow.
+    callers = [_caller(THERE, port) for _ in range(40)]
+    callers.append(_caller(HERE, port))
+    try:
+        for one in callers:
+            one.sendall(_hello())
+        while len(took) < len(callers):
+            await asyncio.sleep(0)
+            turn += 1
+        assert max(took.count(one) for one in took) == 1
+        # It was accepted behind the 40.
+        assert begun.index(HERE) < 20
+    finally:
+        listener.close()
+        for one in callers:
+            one.close()
+        await until(lambda: listener.num_opening == 0)
+
+
+async def test_a_silent_connection_has_no_tls_and_an_end() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (listener,), port = await Listener.bind(HERE, 0, asyncio.Protocol, tls, 0.3, 64)
+    listener.start()
+    silent, half = _caller(HERE, port), _caller(HERE, port)
+    half.sendall(_hello()[:9])
+    try:
+        await until(lambda: listener.num_opening == 2)
+        await until(lambda: sum(isinstance(one, sslproto.SSLProtocol) for one in gc.get_objects()) == 1)
+        for one in (silent, half):
+            one.setblocking(False)
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(one, 1), 30) == b""
+        await until(lambda: listener.num_opening == 0)
+    finally:
+        listener.close()
+        silent.close()
+        half.close()
+
+
+async def test_a_connection_that_leaves_before_its_first_byte_is_forgotten() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (listener,), port = await Listener.bind(HERE, 0, asyncio.Protocol, tls, 60.0, 64)
+    listener.start()
+    try:
+        left, stays = _caller(HERE, port), _caller(HERE, port)
+        await until(lambda: listener.num_opening == 2)
+        left.close()
+        await until(lambda: listener.num_opening == 1)
+    finally:
+        listener.close()
+        # A listener that closes waits for nobody's first byte.
+        assert listener.num_opening == 0
+        stays.close()

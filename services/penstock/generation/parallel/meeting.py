@@ -42,6 +42,8 @@ _PEER = struct.Struct("iII")
 _WINDOW = 1 << 20
 # Of one try to reach a store that another process opens, between two looks at whether it will.
 _TRY = timedelta(seconds=2)
+# For the port of a group that ends, or of a connection that does, and between two looks; in seconds.
+_PORT_SECONDS, _PORT_LOOK = 10.0, 0.2
 
 
 class LaunchedProcess:
@@ -72,7 +74,7 @@ class Meeting:
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        """Open it, and tell its path. Raises StartupError naming RANK, TMPDIR, MASTER_ADDR."""
+        """Open it, and tell its path. Raises StartupError naming RANK, TMPDIR, MASTER_ADDR, MASTER_PORT."""
         rendezvous.use()
         self._rendezvous = rendezvous
         # Held while a rank is taken.
@@ -281,9 +283,9 @@ def meet_rank_0(rendezvous: Rendezvous) -> tuple[Connection, int]:
 
 
 def _store(rendezvous: Rendezvous) -> Any:
-    """Return torch's store of the launcher, or this group's own. Raises StartupError naming RANK, MASTER_ADDR."""
+    """Return torch's store of the launcher, or this group's own. Raises StartupError naming RANK, MASTER_ADDR, MASTER_PORT."""
     is_ours = rendezvous.rank == 0 and not rendezvous.is_store_there
-    deadline = time.monotonic() + PATIENCE.total_seconds()
+    deadline = time.monotonic() + (_PORT_SECONDS if is_ours else PATIENCE.total_seconds())
     distributed: Any = dist
     while True:
         if not rendezvous.is_store_there and _has_all(rendezvous):
@@ -303,14 +305,15 @@ def _store(rendezvous: Rendezvous) -> Any:
                 multi_tenant=True,
             )
         except (RuntimeError, ValueError) as error:
-            if not is_ours and not rendezvous.is_store_there and time.monotonic() < deadline:
+            if not rendezvous.is_store_there and time.monotonic() < deadline:
+                if is_ours:
+                    time.sleep(_PORT_LOOK)
                 continue
-            done = "be opened" if is_ours else "be reached"
-            raise StartupError(
-                f"the store of the ranks at MASTER_ADDR {rendezvous.address}, MASTER_PORT {rendezvous.port}, cannot "
-                f"{done}",
-                flag="MASTER_ADDR",
-            ) from error
+            where = f"the store of the ranks at MASTER_ADDR {rendezvous.address}, MASTER_PORT {rendezvous.port}, cannot"
+            if not is_ours:
+                raise StartupError(f"{where} be reached", flag="MASTER_ADDR") from error
+            cause = "another program has the port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+            raise StartupError(f"{where} be opened: {cause}", flag="MASTER_PORT") from error
         store.set_timeout(PATIENCE)
         return store
 

@@ -237,6 +237,26 @@ def test_a_process_that_has_thousands_of_files_open_meets_its_ranks(pool: Thread
             process.wait(0.01)
 
 
+def test_a_port_that_another_program_has_is_waited_for_and_named(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous = rendezvous_of(2)
+    with socket.create_server(("127.0.0.1", rendezvous.port)) as other:
+        coming = pool.submit(Meeting, rendezvous)
+        with pytest.raises(TimeoutError):
+            coming.result(0.3)
+        other.close()
+        coming.result(BOUND).close()
+    monkeypatch.setattr(meeting_file, "_PORT_SECONDS", 0.3)
+    rendezvous = rendezvous_of(2)
+    with (
+        socket.create_server(("127.0.0.1", rendezvous.port)),
+        pytest.raises(StartupError, match=f"MASTER_PORT {rendezvous.port}, cannot be opened: another") as caught,
+    ):
+        Meeting(rendezvous)
+    assert caught.value.flag == "MASTER_PORT"
+
+
 def test_a_place_that_is_not_rank_0s_is_refused(store: Any, folders: Path) -> None:
     rendezvous = rendezvous_of(2, store)
     others = folders / "penstock-meeting-of-others"
