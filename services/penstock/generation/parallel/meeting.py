@@ -283,7 +283,9 @@ def meet_rank_0(rendezvous: Rendezvous) -> tuple[Connection, int]:
 
 
 def _store(rendezvous: Rendezvous) -> Any:
-    """Return torch's store of the launcher, or this group's own. Raises StartupError naming RANK, MASTER_ADDR, MASTER_PORT."""
+    """Return torch's store of the launcher, or this group's own. Raises StartupError that names
+    RANK, MASTER_ADDR or MASTER_PORT.
+    """
     is_ours = rendezvous.rank == 0 and not rendezvous.is_store_there
     deadline = time.monotonic() + (_PORT_SECONDS if is_ours else PATIENCE.total_seconds())
     distributed: Any = dist
