@@ -33,6 +33,12 @@ class Figures:
     # By how much this process woke up too late: the machine's own part in the gaps.
     lags: list[float] = field(default_factory=list)
 
+    def add(self, later: Figures) -> None:
+        """Take in those of a later phase of the same kind."""
+        for name in ("gaps", "health", "asks", "lags"):
+            getattr(self, name).extend(getattr(later, name))
+        self.failures += later.failures
+
     def p(self, times: list[float], share: float) -> float:
         """A percentile in milliseconds; 0 where there are no times."""
         return 1000 * percentile(times, share) if times else 0.0

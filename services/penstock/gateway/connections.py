@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.common.heap import HeapTrimmer
+from penstock.http2.handshake_pace import HandshakePace
 from penstock.http2.strangers import Stranger, Strangers
 
 # Number of lost connections that counts as a flood, and the seconds until the heap is trimmed after it.
@@ -72,14 +73,21 @@ class Connections:
     """
 
     def __init__(
-        self, most: int, strangers: Strangers, answers: Turns, firsts: Turns, on_evicted: Callable[[], None]
+        self,
+        most: int,
+        strangers: Strangers,
+        answers: Turns,
+        firsts: Turns,
+        handshakes: HandshakePace,
+        on_evicted: Callable[[], None],
     ) -> None:
         """Make it for at most `most` connections, and at most `strangers` without an admitted request yet.
 
-        `answers`: turns for answering these; `firsts`: turns for a connection's first request that goes first.
+        `answers`: turns for answering these; `firsts`: turns for a connection's first request that goes first;
+        `handshakes`: their pace, for TLS.
         `on_evicted` is called when a connection other than a stranger has made room.
         """
-        self.strangers, self.answers, self.firsts = strangers, answers, firsts
+        self.strangers, self.answers, self.firsts, self.handshakes = strangers, answers, firsts, handshakes
         # An answer mostly takes a millisecond; many in one turn of the loop would be a gap for all others.
         self.starts = OneATurn()
         self._most = most

@@ -25,6 +25,7 @@ from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError
 from penstock.gateway.request_head import check_head, has_body, is_chunked, without_upgrade
 from penstock.gateway.time_limit import Awaited, TimeLimit
+from penstock.http2.handshake_pace import HandshakePace
 from penstock.http2.listener import Listener, let_go
 from penstock.http2.metered_tls import meter, stop_metering
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
@@ -45,6 +46,8 @@ _STRANGERS_READ_BYTES, _READ_BYTES, _MOST_HELD_BYTES = 16 << 10, 64 << 10, 256 <
 _ANSWER_SECONDS, _SAVED_SECONDS = 0.0015, 0.05
 # The same for a connection's first request that goes first, and the multiple of --anonymous-cpu-share for these.
 _FIRST_SECONDS, _FIRSTS = 0.001, 3.0
+# Share of one network's TLS handshakes, as a part of the strangers' share.
+_HANDSHAKES = 0.5
 # Multiple of --stalled-reader-seconds after which a connection that takes nothing is cut off, whatever its request.
 _STALL_FACTOR = 1.5
 # Seconds for which the rest of a refused request is read and dropped: cutting it off at once would lose the answer.
@@ -446,6 +449,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.is_stranger:
             self.is_stranger = False
             stop_metering(self._own)
+            self.everyone.handshakes.forgive(self.network)
             if hasattr(self._own, "max_size"):
                 self._own.max_size = _READ_BYTES
             if self._held or self._waits:
@@ -628,7 +632,8 @@ class HttpServer:
         )
         answers = Turns(config.anonymous_cpu_share, _ANSWER_SECONDS, _SAVED_SECONDS)
         firsts = Turns(min(1.0, _FIRSTS * config.anonymous_cpu_share), _FIRST_SECONDS, _SAVED_SECONDS)
-        self._everyone = Connections(config.max_connections, strangers, answers, firsts, on_evicted)
+        handshakes = HandshakePace(_HANDSHAKES * config.anonymous_cpu_share)
+        self._everyone = Connections(config.max_connections, strangers, answers, firsts, handshakes, on_evicted)
         parts = {
             "bounds": config,
             "everyone": self._everyone,
@@ -664,6 +669,8 @@ class HttpServer:
                 config.anonymous_connections,
                 most_handshakes_each=config.anonymous_connections_each,
                 begins_at_once=True,
+                on_work=self._everyone.strangers.charge,
+                pace=self._everyone.handshakes,
             )
         except OSError as error:
             raise StartupError(f"cannot listen on {join_address(config.host, config.port)}", flag="--port") from error

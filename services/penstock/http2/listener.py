@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.common.logging import get_logger
+from penstock.http2.handshake_pace import HandshakePace
 from penstock.http2.strangers import network_of_peer
 from penstock.http2.tls_arrivals import TlsArrivals, prepare
 
@@ -51,13 +52,16 @@ class Listener:
         most_handshakes: int,
         most_handshakes_each: int | None = None,
         begins_at_once: bool = False,
+        on_work: Callable[[float], None] = lambda seconds: None,
+        pace: HandshakePace | None = None,
     ) -> None:
         """Make it from a bound socket, which it owns from now on.
 
         `handshake_seconds`: time for TLS. With more than `most_handshakes` at once the oldest is given up; with more
         than `most_handshakes_each` from one network (`network_of`; None: no limit), the oldest of that network.
         `begins_at_once`: without TLS, protocols are told of their connection in the turn that accepts it, and again by
-        asyncio in the next one.
+        asyncio in the next one. `on_work` is told the seconds of processor time that handshakes take; `pace`
+        holds up those of a network.
         """
         self._socket = sock
         self._make_protocol = make_protocol
@@ -68,7 +72,9 @@ class Listener:
         most_each = most_handshakes if most_handshakes_each is None else most_handshakes_each
         self._arrivals: TlsArrivals | None = None
         if tls is not None:
-            self._arrivals = TlsArrivals(make_protocol, tls, handshake_seconds, most_handshakes, most_each)
+            self._arrivals = TlsArrivals(
+                make_protocol, tls, handshake_seconds, most_handshakes, most_each, on_work, pace
+            )
         # Those that begin by tasks.
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -87,13 +93,15 @@ class Listener:
         most_handshakes_each: int | None = None,
         shares_port: bool = False,
         begins_at_once: bool = False,
+        on_work: Callable[[float], None] = lambda seconds: None,
+        pace: HandshakePace | None = None,
     ) -> tuple[list[Listener], int]:
         """Bind all addresses of a host; return a listener for each, and the port. Raises OSError.
 
         `shares_port`: other processes may bind it too.
         """
         if tls is not None:
-            prepare(tls)
+            prepare(tls, on_work)
         loop, host = asyncio.get_running_loop(), host.strip("[]")
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         if host == "::" and socket.has_dualstack_ipv6():
@@ -102,7 +110,7 @@ class Listener:
             where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
         # asyncio finds the addresses and binds the sockets; it never listens on them itself.
         server = await loop.create_server(make_protocol, start_serving=False, **where)
-        bounds = (handshake_seconds, most_handshakes, most_handshakes_each, begins_at_once)
+        bounds = (handshake_seconds, most_handshakes, most_handshakes_each, begins_at_once, on_work, pace)
         made = [Listener(one.dup(), make_protocol, tls, *bounds) for one in server.sockets]
         bound = int(server.sockets[0].getsockname()[1])
         server.close()

@@ -20,6 +20,19 @@ class MeteredTls(ssl.SSLObject):
     # Called at the end of each reading with its seconds of processor time; None: nobody asks.
     on_read: Callable[[float], None] | None = None
     _began: float | None = None
+    # The same of each part of a handshake; a context's own (`meter_handshakes`).
+    on_handshake: Callable[[float], None] | None = None
+
+    def do_handshake(self) -> None:
+        """Go on with it."""
+        if self.on_handshake is None:
+            super().do_handshake()
+            return
+        began = time.thread_time()
+        try:
+            super().do_handshake()
+        finally:
+            self.on_handshake(time.thread_time() - began)
 
     def read(self, len: int = 1024, buffer: Any = None) -> Any:
         """Return decrypted bytes of one record."""
@@ -36,6 +49,11 @@ class MeteredTls(ssl.SSLObject):
                 seconds, self._began = time.thread_time() - self._began, None
                 self.on_read(seconds)
         return found
+
+
+def meter_handshakes(tls: ssl.SSLContext, on_handshake: Callable[[float], None]) -> None:
+    """Tell `on_handshake` the seconds of processor time of each part of a context's handshakes."""
+    tls.sslobject_class = type("_MeteredTls", (MeteredTls,), {"on_handshake": staticmethod(on_handshake)})
 
 
 def meter(transport: asyncio.BaseTransport, on_read: Callable[[float], None]) -> None:

@@ -88,7 +88,14 @@ class Http2Server:
         most = self._server_limits.max_strangers
         seconds = self._limits.handshake_seconds
         self._listeners, bound = await Listener.bind(
-            host, port, self._make_connection, tls, seconds, most, shares_port=shares_port
+            host,
+            port,
+            self._make_connection,
+            tls,
+            seconds,
+            most,
+            shares_port=shares_port,
+            on_work=self._strangers.charge,
         )
         return bound
 

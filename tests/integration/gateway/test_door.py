@@ -579,16 +579,47 @@ async def test_a_reader_that_stops_is_cut_off_on_every_route() -> None:
         connection.close()
 
 
+async def test_handshakes_count_as_work_of_strangers_and_of_their_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with guarded(tmp_path, tls_cert=CERT, tls_key=KEY) as gateway:
+        everyone = gateway.app._server._everyone
+        host, port = gateway.host_port
+        tls = ssl.create_default_context(cafile=CA)
+        charged: list[float] = []
+        charge = everyone.strangers.charge
+        gateway.app._server._listeners[0]._arrivals._on_work = lambda seconds: (
+            charged.append(seconds),
+            charge(seconds),
+        )
+        assert everyone.handshakes.delay(host) == 0
+        for _ in range(100):
+            _, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname="localhost")
+            writer.transport.abort()
+        assert len(charged) == 100
+        assert everyone.handshakes._now(host) > 0
+        # Whoever shows credentials gives its handshake back.
+        forgiven: list[str] = []
+        monkeypatch.setattr(everyone.handshakes, "forgive", forgiven.append)
+        for caller in (WRONG, RIGHT):
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname="localhost")
+            writer.write(f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{caller}\r\n\r\n".encode())
+            status = (await reader.readline()).split()[1]
+            assert (status, forgiven) == ((b"401", []) if caller is WRONG else (b"200", [host]))
+            writer.transport.abort()
+
+
 async def test_tls_of_a_stranger_counts_as_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of one byte takes a microsecond and a half, which no parser sees."""
     ticks = itertools.count()
-    monkeypatch.setattr("penstock.http2.metered_tls.time", SimpleNamespace(thread_time=lambda: float(next(ticks))))
     async with guarded(tmp_path, tls_cert=CERT, tls_key=KEY, anonymous_cpu_share=0.001) as gateway:
         everyone = gateway.app._server._everyone
         host, port = gateway.host_port
         tls = ssl.create_default_context(cafile=CA)
         _, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname="localhost")
         assert not everyone.strangers.are_many
+        # Not before: its handshake counts, too.
+        monkeypatch.setattr("penstock.http2.metered_tls.time", SimpleNamespace(thread_time=lambda: float(next(ticks))))
         writer.write(b"GET /health HTTP/1.1\r\n")
         await until(lambda: everyone.strangers.are_many)
         # It waits for its turn, undecrypted.
