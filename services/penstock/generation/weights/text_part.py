@@ -17,7 +17,7 @@ TEXT_PARTS = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
 }
-_FIELD = "text_config"
+_FIELD, _TIED = "text_config", "tie_word_embeddings"
 # Names in the checkpoint of the whole: of the text's tensors, and of those that nothing reads here.
 _PREFIX = "model.language_model."
 _OF_GEMMA = ("vision_tower.", "audio_tower.", "vision_embedder.", "embed_vision.", "embed_audio.")
@@ -34,6 +34,9 @@ def text_part(config: ConfigReader) -> ConfigReader:
     if text is None:
         return config
     values = {**config.values, **text.values, "model_type": own_type}
+    # transformers ties a model that also sees by the flag of the whole, whatever its text part says.
+    if _TIED in config.values:
+        values[_TIED] = config.values[_TIED]
     return ConfigReader(values, config.source, config.prefix)
 
 
