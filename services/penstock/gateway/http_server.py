@@ -27,8 +27,9 @@ from penstock.gateway.request_head import check_head, has_body, is_chunked, with
 from penstock.gateway.time_limit import Awaited, TimeLimit
 from penstock.http2.handshake_pace import HandshakePace
 from penstock.http2.listener import Listener, let_go
-from penstock.http2.metered_tls import meter, stop_metering
+from penstock.http2.metered_tls import handshake_seconds, meter, stop_metering
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
+from penstock.http2.tls_arrivals import OPENING_SECONDS
 
 # Key of a request's scope by which `connection_of` finds its connection.
 _CONNECTION = "penstock.connection"
@@ -449,7 +450,8 @@ class HttpConnection(HttpToolsProtocol):
         if self.is_stranger:
             self.is_stranger = False
             stop_metering(self._own)
-            self.everyone.handshakes.forgive(self.network)
+            if seconds := handshake_seconds(self._own):
+                self.everyone.handshakes.forgive(self.network, OPENING_SECONDS + seconds)
             if hasattr(self._own, "max_size"):
                 self._own.max_size = _READ_BYTES
             if self._held or self._waits:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 # Seconds of work that a network may save up while quiet: some fifty handshakes at once.
 _SAVED_SECONDS = 0.05
-# What a handshake takes, given back to a network once its connection has shown credentials.
-_HANDSHAKE_SECONDS = 0.001
-# Networks with work that counts still; beyond it those without any are forgotten.
+# Networks with work that counts still; beyond it those without any are forgotten, then the oldest.
 _MOST_NETWORKS = 1024
 
 
@@ -34,12 +32,14 @@ class HandshakePace:
         """Count work for a network."""
         if len(self._work) >= _MOST_NETWORKS and network not in self._work:
             self._work = {one: entry for one, entry in self._work.items() if self._now(one) > 0}
+            while len(self._work) >= _MOST_NETWORKS:
+                del self._work[next(iter(self._work))]
         self._work[network] = self._now(network) + seconds, self._clock()
 
-    def forgive(self, network: str) -> None:
+    def forgive(self, network: str, seconds: float) -> None:
         """Give back the work for a connection of a network that has shown credentials."""
         if network in self._work:
-            self._work[network] = max(0.0, self._now(network) - _HANDSHAKE_SECONDS), self._clock()
+            self._work[network] = max(0.0, self._now(network) - seconds), self._clock()
 
     def _now(self, network: str) -> float:
         work, at = self._work.get(network, (0.0, 0.0))

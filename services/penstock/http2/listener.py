@@ -101,7 +101,7 @@ class Listener:
         `shares_port`: other processes may bind it too.
         """
         if tls is not None:
-            prepare(tls, on_work)
+            prepare(tls)
         loop, host = asyncio.get_running_loop(), host.strip("[]")
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         if host == "::" and socket.has_dualstack_ipv6():

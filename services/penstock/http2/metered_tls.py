@@ -20,8 +20,9 @@ class MeteredTls(ssl.SSLObject):
     # Called at the end of each reading with its seconds of processor time; None: nobody asks.
     on_read: Callable[[float], None] | None = None
     _began: float | None = None
-    # The same of each part of a handshake; a context's own (`meter_handshakes`).
+    # The same of each part of a handshake, and the sum of them.
     on_handshake: Callable[[float], None] | None = None
+    handshake_seconds = 0.0
 
     def do_handshake(self) -> None:
         """Go on with it."""
@@ -32,7 +33,9 @@ class MeteredTls(ssl.SSLObject):
         try:
             super().do_handshake()
         finally:
-            self.on_handshake(time.thread_time() - began)
+            seconds = time.thread_time() - began
+            self.handshake_seconds += seconds
+            self.on_handshake(seconds)
 
     def read(self, len: int = 1024, buffer: Any = None) -> Any:
         """Return decrypted bytes of one record."""
@@ -51,9 +54,10 @@ class MeteredTls(ssl.SSLObject):
         return found
 
 
-def meter_handshakes(tls: ssl.SSLContext, on_handshake: Callable[[float], None]) -> None:
-    """Tell `on_handshake` the seconds of processor time of each part of a context's handshakes."""
-    tls.sslobject_class = type("_MeteredTls", (MeteredTls,), {"on_handshake": staticmethod(on_handshake)})
+def handshake_seconds(transport: asyncio.BaseTransport) -> float:
+    """Return the seconds of processor time that a connection's handshake took in OpenSSL; 0 where nobody asked."""
+    tls = transport.get_extra_info("ssl_object")
+    return tls.handshake_seconds if isinstance(tls, MeteredTls) else 0.0
 
 
 def meter(transport: asyncio.BaseTransport, on_read: Callable[[float], None]) -> None:

@@ -144,16 +144,15 @@ class Strangers:
 
     def spend(self, stranger: Stranger, seconds: float) -> None:
         """Count work done for `stranger`."""
+        now = self._fill()
+        # Later connections must not pay for a flood that has ended.
+        self._left = max(-_SAVED_SECONDS, self._left - seconds)
         self.charge(seconds)
-        now = self._filled_at
         stranger.work = self._work_of(stranger, now) + seconds
         stranger.worked_at = now
 
     def charge(self, seconds: float) -> None:
-        """Count work that is done for all of them, before one is known: that of a handshake."""
-        self._fill()
-        # Later connections must not pay for a flood that has ended.
-        self._left = max(-_SAVED_SECONDS, self._left - seconds)
+        """Count work of this turn that no stranger is known for, that of a handshake: the others have later turns."""
         self._turn_left -= seconds
         self._note_turn()
 

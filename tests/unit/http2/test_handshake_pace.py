@@ -38,8 +38,8 @@ def test_a_network_with_credentials_does_not_wait() -> None:
     for _ in range(10_000):
         assert pace.delay("a") == 0
         pace.charge("a", 0.001)
-        pace.forgive("a")
-    pace.forgive("unknown")
+        pace.forgive("a", 0.001)
+    pace.forgive("unknown", 0.001)
     assert pace.delay("unknown") == 0
 
 

@@ -203,7 +203,7 @@ class Meeting:
 
 def _readable(descriptors: list[int], timeout: float | None) -> list[int]:
     """Wait for one of them, whatever its number: select() takes none above 1,023."""
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:
         for descriptor in descriptors:
             selector.register(descriptor, selectors.EVENT_READ)
         return [key.fd for key, _ in selector.select(timeout)]
@@ -307,14 +307,15 @@ def _store(rendezvous: Rendezvous) -> Any:
                 multi_tenant=True,
             )
         except (RuntimeError, ValueError) as error:
-            if not rendezvous.is_store_there and time.monotonic() < deadline:
+            is_taken = is_ours and "EADDRINUSE" in str(error)
+            if not rendezvous.is_store_there and (is_taken or not is_ours) and time.monotonic() < deadline:
                 if is_ours:
                     time.sleep(_PORT_LOOK)
                 continue
             where = f"the store of the ranks at MASTER_ADDR {rendezvous.address}, MASTER_PORT {rendezvous.port}, cannot"
             if not is_ours:
                 raise StartupError(f"{where} be reached", flag="MASTER_ADDR") from error
-            cause = "another program has the port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+            cause = "another program has the port" if is_taken else (str(error).splitlines() or [repr(error)])[0]
             raise StartupError(f"{where} be opened: {cause}", flag="MASTER_PORT") from error
         store.set_timeout(PATIENCE)
         return store
