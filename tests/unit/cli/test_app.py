@@ -9,9 +9,9 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from penstock import __version__
@@ -111,36 +111,52 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("keys", "add", "a", "--expires", "soon"), "--expires must be a time"),
     (("keys", "revoke", "a", "--keys-file", "/no/such/keys.toml"), "--keys-file /no/such/keys.toml: No such file"),
 ]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 TIME = re.compile(r'"timestamp": "[^"]*"')
-# Runs each command of stdin, a JSON list of lists, in a fork that begins as `penstock` does; prints codes and stderr.
+# Runs each command of stdin, a line of JSON each, in a fork that begins as `penstock` does; answers a line for each.
 FORKS = """
-import importlib.metadata, json, os, sys, tempfile
+import gc, importlib.metadata, json, os, sys, tempfile, traceback
 import penstock.cli.bench.command, penstock.cli.bench.dataset, penstock.cli.client.chat, penstock.cli.serve.direct
+import penstock.cli.missing_packages, penstock.gateway.config, penstock.generation.parallel.launch
+import penstock.compat.mindie.model_settings
 from penstock.cli.app import app
 from penstock.cli.main import main
 # typer's, once it reads a command line.
+import pydantic.plugin._loader, typer._adapters
 from pydantic import TypeAdapter
-done = []
-for arguments in json.load(sys.stdin):
-    with tempfile.TemporaryFile("w+") as stderr:
+# A collection would copy to each fork all that it shares.
+gc.disable()
+for line in sys.stdin:
+    asked = json.loads(line)
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         pid = os.fork()
         if not pid:
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-            os.dup2(stderr.fileno(), 1)
+            os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
-            sys.argv = ["penstock", *arguments]
+            sys.argv = ["penstock", *asked["arguments"]]
+            os.environ.update(asked["variables"])
+            code = 1
             try:
                 main()
             except SystemExit as ended:
-                # Half of a fork's time would be the end of an interpreter. (Two commands below are whole processes.)
+                code = ended.code
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                # Half of a fork's time would be the end of an interpreter. (Some commands below are whole processes.)
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(ended.code)
+                os._exit(code or 0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        stderr.seek(0)
-        done.append({"code": code, "stderr": stderr.read()})
-print(json.dumps(done))
+        said = [file.seek(0) or file.read() for file in (stdout, stderr)]
+        print(json.dumps({"code": code, "stdout": said[0], "stderr": said[1]}), flush=True)
 """
+
+
+def ours() -> dict[str, str]:
+    """Return an environment of this tree without our variables."""
+    return {"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def python(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -151,13 +167,44 @@ def python(*arguments: str, stdin: str = "", **variables: str) -> subprocess.Com
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        env=ours() | variables,
     )
 
 
 def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command."""
     return python("-m", "penstock.cli.main", *arguments, stdin=stdin, **variables)
+
+
+class Forks:
+    """A process of which each command is a fork: an interpreter's start for each would take most of their time."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ours()
+        )
+
+    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run `penstock` in a fork and capture its output."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps({"arguments": arguments, "variables": variables}) + "\n")
+        self.process.stdin.flush()
+        done = json.loads(self.process.stdout.readline())
+        return subprocess.CompletedProcess(arguments, done["code"], done["stdout"], done["stderr"])
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    opened = Forks()
+    yield opened
+    opened.process.communicate()
+    assert opened.process.returncode == 0
+
+
+@pytest.fixture(name="forked")
+def _forked(forks: Forks) -> Command:
+    return forks.run
 
 
 def test_commands_are_those_of_this_tree() -> None:
@@ -179,8 +226,8 @@ def test_help_lists_the_commands_with_examples() -> None:
         assert word in done.stdout
 
 
-def test_every_command_of_the_table_is_there_and_imported_when_it_is_called() -> None:
-    shown = penstock("--help").stdout
+def test_every_command_of_the_table_is_there_and_imported_when_it_is_called(forked: Command) -> None:
+    shown = forked("--help").stdout
     for row in COMMANDS:
         assert re.search(rf"│ {row.name} +{re.escape(row.help)}", shown), row.name
         command = LazyCommand(row).make_context(row.name, ["--help"], resilient_parsing=True).command
@@ -188,14 +235,14 @@ def test_every_command_of_the_table_is_there_and_imported_when_it_is_called() ->
         assert command.help
 
 
-def test_a_command_that_is_not_there_is_told_beside_one_like_it() -> None:
-    done = penstock("adaptors")
+def test_a_command_that_is_not_there_is_told_beside_one_like_it(forked: Command) -> None:
+    done = forked("adaptors")
     assert done.returncode == 2
     assert "Did you mean 'adapters'?" in done.stderr
 
 
-def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
-    shown = penstock("serve", "--help-all", COLUMNS="80").stdout
+def test_no_flag_is_cut_on_a_narrow_terminal(forked: Command) -> None:
+    shown = forked("serve", "--help-all", COLUMNS="80").stdout
     assert "--allow-control-tok" in shown
     assert "…" not in shown
 
@@ -235,16 +282,16 @@ def test_help_imports_neither_grpc_nor_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_of_infer_has_every_flag_in_groups() -> None:
-    shown = penstock("infer", "--help").stdout
+def test_help_of_infer_has_every_flag_in_groups(forked: Command) -> None:
+    shown = forked("infer", "--help").stdout
     for word in ("Model", "Prompts", "Output", "Endpoint", "Generation", "KV memory", "Examples", "--no-resume"):
         assert word in shown
     for bound in [*options_of(InferConfig), *engine_options(), *connection_options()]:
         assert (bound.flag[:25] in shown) is not bound.settings.hidden
 
 
-def test_help_of_serve_groups_the_options() -> None:
-    shown = penstock("serve", "--help").stdout
+def test_help_of_serve_groups_the_options(forked: Command) -> None:
+    shown = forked("serve", "--help").stdout
     for word in ("[MODEL]", "KV memory", "--kv-memory", "TLS and authentication", "--generation-replicas", "Examples"):
         assert word in shown
     assert "--report-fd" not in shown
@@ -252,18 +299,18 @@ def test_help_of_serve_groups_the_options() -> None:
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("role", ["tokenizer", "generation", "router", "gateway"])
-def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> None:
-    shown = penstock("serve", role, "--help-all").stdout
+def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(forked: Command, role: str) -> None:
+    shown = forked("serve", role, "--help-all").stdout
     for bound in options_of(ROLES[role].config_class()):
         assert (bound.flag[:25] in shown) is not bound.settings.hidden
 
 
 @pytest.mark.parametrize("name", list(FIRST))
-def test_help_lists_what_people_need_first_and_names_the_way_to_the_rest(name: str) -> None:
+def test_help_lists_what_people_need_first_and_names_the_way_to_the_rest(forked: Command, name: str) -> None:
     options = tree_options() if name == EVERYTHING else options_of(ROLES[name].config_class())
     known = {bound.name: bound.flag for bound in options}
     assert FIRST[name] <= known.keys()
-    shown = penstock("serve", *([] if name == EVERYTHING else [name]), "--help", COLUMNS="100").stdout
+    shown = forked("serve", *([] if name == EVERYTHING else [name]), "--help", COLUMNS="100").stdout
     flags = set(re.findall(r"--[a-z][a-z-]+", shown.partition("Examples")[0]))
     assert {known[one] for one in FIRST[name]} - {"MODEL"} <= flags
     assert f"Show all {len(known)} options" in shown
@@ -272,10 +319,10 @@ def test_help_lists_what_people_need_first_and_names_the_way_to_the_rest(name: s
     assert len(shown.splitlines()) < 80
 
 
-def test_help_by_a_word_is_that_of_the_flag() -> None:
-    assert penstock("help", "health").stdout == penstock("health", "--help").stdout
-    assert penstock("help").stdout == penstock("--help").stdout
-    assert penstock("version").stdout == penstock("--version").stdout
+def test_help_by_a_word_is_that_of_the_flag(forked: Command) -> None:
+    assert forked("help", "health").stdout == forked("health", "--help").stdout
+    assert forked("help").stdout == forked("--help").stdout
+    assert forked("version").stdout == forked("--version").stdout
 
 
 @pytest.mark.parametrize(
@@ -289,8 +336,10 @@ def test_help_by_a_word_is_that_of_the_flag() -> None:
         (("tokenize", "x"), "/tokenize"),
     ],
 )
-def test_words_of_other_servers_are_answered_by_ours_in_plain_lines(arguments: tuple[str, ...], told: str) -> None:
-    done = penstock(*arguments)
+def test_words_of_other_servers_are_answered_by_ours_in_plain_lines(
+    forked: Command, arguments: tuple[str, ...], told: str
+) -> None:
+    done = forked(*arguments)
     assert done.returncode == 2
     assert told in done.stderr
     usage, hint, line = done.stderr.splitlines()
@@ -310,50 +359,40 @@ def test_the_package_is_the_command() -> None:
     assert python("-m", "penstock", "--version").stdout == f"penstock {__version__}\n"
 
 
-@pytest.fixture(scope="module")
-def refusals() -> dict[tuple[str, ...], dict[str, Any]]:
-    """Exit code and stderr of every command of REFUSED, each a fork of one process: an interpreter's start for each
-    would take most of their time."""
-    commands = list(dict.fromkeys(arguments for arguments, _ in REFUSED))
-    done = python("-c", FORKS, stdin=json.dumps(commands))
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, json.loads(done.stdout), strict=True))
-
-
 @pytest.mark.parametrize(("arguments", "names"), REFUSED)
 def test_what_cannot_start_is_one_line_that_names_the_flag(
-    refusals: dict[tuple[str, ...], dict[str, Any]], arguments: tuple[str, ...], names: str
+    forked: Command, arguments: tuple[str, ...], names: str
 ) -> None:
-    code, stderr = refusals[arguments]["code"], refusals[arguments]["stderr"]
-    assert code == 2
-    assert len(stderr.splitlines()) == 1
-    assert names in stderr
-    assert "(change" not in stderr or names in stderr.partition("(change")[2]
-    assert "Traceback" not in stderr
+    done = forked(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert names in done.stderr
+    assert "(change" not in done.stderr or names in done.stderr.partition("(change")[2]
+    assert "Traceback" not in done.stderr
 
 
-def test_a_process_of_its_own_says_the_same(refusals: dict[tuple[str, ...], dict[str, Any]]) -> None:
+def test_a_process_of_its_own_says_the_same(forked: Command) -> None:
     for command in (REFUSED[0][0], ("bench", "--rates", "1,fast")):
         done = penstock(*command)
-        told = refusals[command]
-        assert done.returncode == told["code"]
-        assert TIME.sub("", done.stderr) == TIME.sub("", told["stderr"])
+        told = forked(*command)
+        assert (done.returncode, done.stdout) == (told.returncode, told.stdout)
+        assert TIME.sub("", done.stderr) == TIME.sub("", told.stderr)
 
 
-def test_a_taken_http_port_is_said_at_once_with_the_way_out() -> None:
+def test_a_taken_http_port_is_said_at_once_with_the_way_out(forked: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = penstock("serve", "--port", "0", "--metrics-port", "0", "--http-port", str(taken.getsockname()[1]))
+        done = forked("serve", "--port", "0", "--metrics-port", "0", "--http-port", str(taken.getsockname()[1]))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     way_out = "give --http-port another one, or 0 for a free one, or -1 for no HTTP gateway"
     assert re.search(rf"is taken( by [^:]+)?: {way_out}\W", done.stderr)
 
 
-def test_all_taken_ports_are_one_error_with_their_flags() -> None:
+def test_all_taken_ports_are_one_error_with_their_flags(forked: Command) -> None:
     """A second tree with default flags clashes with the first on two ports."""
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         ports = [str(taken.getsockname()[1]) for taken in (first, second)]
-        done = penstock("serve", "--port", ports[0], "--metrics-port", "0", "--http-port", ports[1])
+        done = forked("serve", "--port", ports[0], "--metrics-port", "0", "--http-port", ports[1])
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     for port in ports:
@@ -363,31 +402,31 @@ def test_all_taken_ports_are_one_error_with_their_flags() -> None:
         assert line.count(f"(process {os.getpid()})") == 2
 
 
-def test_what_is_wrong_on_any_machine_is_said_before_a_taken_port() -> None:
+def test_what_is_wrong_on_any_machine_is_said_before_a_taken_port(forked: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = penstock("serve", "--port", port, "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem")
+        done = forked("serve", "--port", port, "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem")
     assert "--channel-tls-ca" in done.stderr
 
 
-def test_a_wrong_variable_is_named() -> None:
-    done = penstock("serve", "router", PENSTOCK_METRICS_PORT="many")
+def test_a_wrong_variable_is_named(forked: Command) -> None:
+    done = forked("serve", "router", PENSTOCK_METRICS_PORT="many")
     assert done.returncode == 2
     assert "PENSTOCK_METRICS_PORT" in done.stderr
 
 
-def test_debug_shows_the_traceback() -> None:
-    assert "Traceback" in penstock("serve", "tokenizer", "--port", "abc", "--debug").stderr
+def test_debug_shows_the_traceback(forked: Command) -> None:
+    assert "Traceback" in forked("serve", "tokenizer", "--port", "abc", "--debug").stderr
 
 
-def test_an_unknown_flag_is_a_usage_error() -> None:
-    done = penstock("serve", "--no-such-flag")
+def test_an_unknown_flag_is_a_usage_error(forked: Command) -> None:
+    done = forked("serve", "--no-such-flag")
     assert done.returncode == 2
     assert "--no-such-flag" in done.stderr
 
 
-def test_health_without_a_server_is_a_failure() -> None:
-    done = penstock("health", "127.0.0.1:1")
+def test_health_without_a_server_is_a_failure(forked: Command) -> None:
+    done = forked("health", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "127.0.0.1:1 no answer\n")
 
 
