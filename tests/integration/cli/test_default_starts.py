@@ -70,17 +70,23 @@ def test_a_tree_starts_with_its_defaults_answers_and_stops(flags: tuple[str, ...
 
 @pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.slow), ("--tensor-parallel", "2")], ids=" ".join)
 def test_services_start_one_by_one_with_their_defaults(flags: tuple[str, ...]) -> None:
+    """Beside them two more routers with a flag, and a tokenizer that has it too: the generation service has neither."""
     with contextlib.ExitStack() as opened:
         tokenizer = opened.enter_context(started("tokenizer"))
         generation = opened.enter_context(started("generation", *flags))
         where = ("--tokenizer", tokenizer.address, "--backend", generation.address)
         router = opened.enter_context(started("router", *where))
         gateway = opened.enter_context(started("gateway", "--router", router.address))
-        for process in (tokenizer, generation, router):
+        detokenized = opened.enter_context(started("router", *where, "--detokenize", "tokenizer"))
+        tokenizers = opened.enter_context(started("tokenizer", "--processes", "2"))
+        where = ("--tokenizer", tokenizers.address, "--backend", generation.address)
+        routers = opened.enter_context(started("router", *where, "--processes", "2"))
+        for process in (tokenizer, tokenizers, generation, router, detokenized, routers):
             stack.wait_serving(process.address, process, START_SECONDS)
-        with Client(router.address) as client:
-            assert client.generate("One, two", max_new_tokens=4).text
-        for process in (gateway, router, generation, tokenizer):
+        for process in (router, detokenized, routers):
+            with Client(process.address) as client:
+                assert client.generate("One, two", max_new_tokens=4).text
+        for process in (gateway, router, detokenized, routers, generation, tokenizer, tokenizers):
             assert process.terminate(STOP_SECONDS) == 0, process.output()
 
 
@@ -95,18 +101,11 @@ def test_models_of_a_folder_start_with_their_defaults(tmp_path: Path) -> None:
         assert process.terminate(STOP_SECONDS) == 0, process.output()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--transport", "grpc"), ("--processes", "2"), ("--detokenize", "tokenizer")],
-    ids=" ".join,
-)
-def test_services_start_one_by_one_each_with_a_flag(flags: tuple[str, ...]) -> None:
-    """Of each service that has the flag."""
-    of_tokenizer = flags if flags[0] in ("--transport", "--processes") else ()
-    of_generation = flags if flags[0] == "--transport" else ()
+def test_services_start_one_by_one_on_another_transport() -> None:
+    flags = ("--transport", "grpc")
     with contextlib.ExitStack() as opened:
-        tokenizer = opened.enter_context(started("tokenizer", *of_tokenizer))
-        generation = opened.enter_context(started("generation", *of_generation))
+        tokenizer = opened.enter_context(started("tokenizer", *flags))
+        generation = opened.enter_context(started("generation", *flags))
         where = ("--tokenizer", tokenizer.address, "--backend", generation.address)
         router = opened.enter_context(started("router", *where, *flags))
         for process in (tokenizer, generation, router):
