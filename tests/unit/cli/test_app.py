@@ -177,7 +177,7 @@ def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.C
 
 
 class Forks:
-    """A process of which each command is a fork: an interpreter's start for each would take most of their time."""
+    """A process that forks for each command: an interpreter's start for each would take most of their time."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
