@@ -596,7 +596,8 @@ async def test_handshakes_count_as_work_of_strangers_and_of_their_network(
         for _ in range(100):
             _, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname="localhost")
             writer.transport.abort()
-        assert len(charged) == 100
+        # Its begin, and each part.
+        assert len(charged) >= 300
         assert everyone.handshakes._now(host) > 0
         # Whoever shows credentials gives its handshake back.
         forgiven: list[str] = []
