@@ -60,16 +60,22 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.fixture(scope="module")
+def undrafted(demo: tuple[CausalLM, Eagle3Head]) -> list[list[Answer]]:
+    """Answers of plain decoding to each entry of `OPTIONS`."""
+    return [ours(assisted_engine(demo[0]), seed=5, top_logprobs=2, **options) for options in OPTIONS]
+
+
+@pytest.mark.parametrize("place", range(len(OPTIONS)))
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_head_changes_neither_ids_nor_logprobs(
-    demo: tuple[CausalLM, Eagle3Head], options: dict[str, Any], tight: bool
+    demo: tuple[CausalLM, Eagle3Head], undrafted: list[list[Answer]], place: int, tight: bool
 ) -> None:
     """`tight`: pools that forget the head's sequences, and cut prompts and drafts."""
     model, head = demo
+    options, plain = OPTIONS[place], undrafted[place]
     blocks = 6 + 16 * options.get("num_return_sequences", 1)
     cramped = engine_config(num_blocks=blocks, max_batch_tokens=17, max_running_sequences=16, max_draft_rows=12)
-    plain = ours(assisted_engine(model), seed=5, top_logprobs=2, **options)
     engine = head_engine(model, head, cramped, draft_blocks=30) if tight else head_engine(model, head, WIDE)
     drafted = ours(engine, seed=5, top_logprobs=2, mode=HEAD, **options)
     for one, other in zip(plain, drafted, strict=True):
