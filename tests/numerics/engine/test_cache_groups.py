@@ -24,7 +24,7 @@ from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model
 from transformers import GenerationConfig, PreTrainedModel
 
-NEW_TOKENS = 24
+NEW_TOKENS = 14
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
