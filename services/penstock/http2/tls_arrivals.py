@@ -95,7 +95,7 @@ class TlsArrivals:
         # All of them, and those of each network; the oldest first.
         self._all: dict[_Arrival, None] = {}
         self._of_network: dict[str, dict[_Arrival, None]] = {}
-        # Those with a first record, by network; the network whose turn is next comes first.
+        # Those with a first record, by network; the network with the next turn comes first.
         self._waiting: dict[str, dict[_Arrival, None]] = {}
         # One has begun in this turn of the loop.
         self._is_turn_taken = False
@@ -124,7 +124,7 @@ class TlsArrivals:
             self._loop.add_reader(connection, self._hear, arrival)
 
     def close(self) -> None:
-        """Let go those whose handshake has not begun."""
+        """Let go those without a handshake so far."""
         if self._held_up is not None:
             self._held_up.cancel()
         for arrival in [one for one in self._all if one.transport is None]:
@@ -171,7 +171,7 @@ class TlsArrivals:
         return 0.0 if self._pace is None else self._pace.delay(network)
 
     def _arm(self, delay: float) -> None:
-        """Look at those that wait in so many seconds, if not before."""
+        """Look at those that wait after `delay` seconds, if not before."""
         when = self._loop.time() + delay
         if self._held_up is not None:
             if self._held_up.when() <= when:
@@ -186,7 +186,7 @@ class TlsArrivals:
             self._next()
 
     def _next(self) -> None:
-        """Begin with those whose turn it is."""
+        """Begin with those that have their turn."""
         self._is_turn_taken = False
         began = time.thread_time()
         while (arrival := self._pop()) is not None:

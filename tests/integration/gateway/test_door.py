@@ -601,7 +601,7 @@ async def test_handshakes_count_as_work_of_strangers_and_of_their_network(
         assert everyone.handshakes._now(host) > 0
         # Whoever shows credentials gives its handshake back.
         forgiven: list[str] = []
-        monkeypatch.setattr(everyone.handshakes, "forgive", forgiven.append)
+        monkeypatch.setattr(everyone.handshakes, "forgive", lambda network, seconds: forgiven.append(network))
         for caller in (WRONG, RIGHT):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname="localhost")
             writer.write(f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{caller}\r\n\r\n".encode())
