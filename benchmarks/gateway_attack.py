@@ -1,11 +1,11 @@
 """A gateway while callers without a token try every known trick on its HTTP, plain and over TLS.
 
 A real gateway, router and tokenizer, and a backend that emits an id each 20 ms; the router asks for a token. An
-authorised stream, short authorised requests and probes of health run all the time: in a quiet phase, beside the trick,
-and for `--after` seconds behind it. This process has the processor whenever it wants it (SCHED_FIFO, where it may). The
-attacker (`factories/wire/http_attacker.py`) is a process of its own that takes what is left (SCHED_IDLE) and sends no
-more than it is told to; what it took of the processor is told. A row for each trick (`factories/wire/http_tricks.py`)
-is printed, and the bounds that were broken; the exit status is 1 where one was.
+authorised stream, short authorised requests and probes of health run all the time: in quiet phases and beside the
+trick, in `--rounds` turns, and for `--after` seconds behind it. This process has the processor whenever it wants it
+(SCHED_FIFO, where it may). The attacker (`factories/wire/http_attacker.py`) is a process of its own that takes what is
+left (SCHED_IDLE) and sends no more than it is told to; what it took of the processor is told. A row for each trick
+(`factories/wire/http_tricks.py`) is printed, and the bounds that were broken; the exit status is 1 where one was.
 
     python -m benchmarks gateway_attack --seconds 60 --out attack.json
     python -m benchmarks gateway_attack --seconds 10 --trick trailers --trick "half-sent bodies" --way tls

@@ -78,7 +78,8 @@ class GatewayConfig(ProcessConfig, ChannelConfig, JobOptions):
     )
     anonymous_cpu_share: float = option(
         0.2,
-        "Share of one processor that such connections get together; beyond it, those that ask for the most wait.",
+        "Share of one processor that such connections get together; beyond it, those that ask for the most wait. Over "
+        "TLS the handshakes of one address get half as much, and beyond it each waits some 0.2 s.",
         group=LIMITS,
         minimum=0.001,
         maximum=1.0,

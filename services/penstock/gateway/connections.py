@@ -84,8 +84,7 @@ class Connections:
         """Make it for at most `most` connections, and at most `strangers` without an admitted request yet.
 
         `answers`: turns for answering these; `firsts`: turns for a connection's first request that goes first;
-        `handshakes`: their pace, for TLS.
-        `on_evicted` is called when a connection other than a stranger has made room.
+        `handshakes`: their pace, for TLS. `on_evicted` is called when a connection other than a stranger has made room.
         """
         self.strangers, self.answers, self.firsts, self.handshakes = strangers, answers, firsts, handshakes
         # An answer mostly takes a millisecond; many in one turn of the loop would be a gap for all others.

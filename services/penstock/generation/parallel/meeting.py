@@ -283,8 +283,9 @@ def meet_rank_0(rendezvous: Rendezvous) -> tuple[Connection, int]:
 
 
 def _store(rendezvous: Rendezvous) -> Any:
-    """Return torch's store of the launcher, or this group's own. Raises StartupError that names
-    RANK, MASTER_ADDR or MASTER_PORT.
+    """Return torch's store of the launcher, or this group's own.
+
+    Raises StartupError naming RANK, MASTER_ADDR, MASTER_PORT.
     """
     is_ours = rendezvous.rank == 0 and not rendezvous.is_store_there
     deadline = time.monotonic() + (_PORT_SECONDS if is_ours else PATIENCE.total_seconds())
@@ -308,8 +309,8 @@ def _store(rendezvous: Rendezvous) -> Any:
             )
         except (RuntimeError, ValueError) as error:
             is_taken = is_ours and "EADDRINUSE" in str(error)
-            if not rendezvous.is_store_there and (is_taken or not is_ours) and time.monotonic() < deadline:
-                if is_ours:
+            if (is_taken or not (is_ours or rendezvous.is_store_there)) and time.monotonic() < deadline:
+                if is_taken:
                     time.sleep(_PORT_LOOK)
                 continue
             where = f"the store of the ranks at MASTER_ADDR {rendezvous.address}, MASTER_PORT {rendezvous.port}, cannot"
