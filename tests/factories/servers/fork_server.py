@@ -39,8 +39,6 @@ sys.path[0] = str(Path(__file__).parents[2])
 from factories.servers.forked import MAX_DESCRIPTORS, MAX_ORDER_BYTES, fork_programs  # noqa: E402
 
 sys.path[0] = os.getcwd()
-# Programs have lower descriptors.
-_HIGH = 500
 
 
 def serve(caller: int, orders: socket.socket) -> NoReturn:
@@ -125,12 +123,13 @@ def _run(order: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
 
 
 def _become(order: dict[str, Any], descriptors: dict[int, int]) -> None:
-    # First out of the way of each other's numbers.
-    moved = {number: fcntl.fcntl(own, fcntl.F_DUPFD, _HIGH) for number, own in descriptors.items()}
-    os.closerange(3, _HIGH)
+    # First out of the way of each other's numbers, which are high where the caller has many files open.
+    beyond = 1 + max(descriptors)
+    moved = {number: fcntl.fcntl(own, fcntl.F_DUPFD, beyond) for number, own in descriptors.items()}
+    os.closerange(3, beyond)
     for number, own in moved.items():
         os.dup2(own, number)
-    os.closerange(_HIGH, 1 + max(map(int, os.listdir("/proc/self/fd"))))
+    os.closerange(beyond, 1 + max(map(int, os.listdir("/proc/self/fd"))))
     if order["session"]:
         os.setsid()
     # As Python begins.

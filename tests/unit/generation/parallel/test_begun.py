@@ -90,6 +90,19 @@ def test_they_are_begun_before_torch_is_imported() -> None:
     assert run.stdout == "None False\n"
 
 
+def test_one_begins_where_many_files_are_open(begun: BegunRanks) -> None:
+    with contextlib.ExitStack() as files:
+        for _ in range(600):
+            files.enter_context(open(os.devnull))
+        begun.begin(2)
+        (rank,) = begun._ranks
+        assert rank.connection.fileno() > 500
+        rank.connection.close()
+        # It ends by itself, as with a rank 0 that has left.
+        assert rank.process.wait() == 0
+    begun._ranks.clear()
+
+
 def test_one_that_has_ended_before_its_order_is_named(begun: BegunRanks) -> None:
     begun.begin(2)
     (rank,) = begun._ranks
