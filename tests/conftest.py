@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -57,6 +59,10 @@ hypothesis.settings.load_profile("penstock")
 # It would parse all of our modules for numbers and texts to draw, two seconds of each worker of a fresh clone, and sift
 # 4,000 of them for each strategy. What is near an edge of ours the strategies name.
 importlib.import_module("hypothesis.internal.conjecture.providers").is_local_module_file = lambda path: False
+# HTTP clients share what they trust, which takes 60 ms of processor to read: tests make hundreds of them.
+if importlib.util.find_spec("httpcore2") is not None:
+    _http: Any = importlib.import_module("httpcore2")
+    _http.default_ssl_context = functools.cache(_http.default_ssl_context)
 # Where no run has compiled the C++ kernels, the first test that needs them does: a minute, several on a busy machine.
 _WITH_COMPILATION_SECONDS = 900
 

@@ -67,7 +67,8 @@ def _kv_bytes_per_token(settings: Settings, dtype: str) -> int:
 
     config = read_model_config(Path(settings.model))
     width = 4 if dtype == "float32" else 2
-    return 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * width
+    own = config.kv_widths or (config.num_kv_heads * config.head_dim,) * config.num_kv_layers
+    return 2 * sum(own) * width
 
 
 def named_adapters(settings: Settings) -> dict[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.common.errors import StartupError
 from penstock.generation.attention.cache_layout import LayerSight, layout_of
 from penstock.generation.core.index_layers import SPARSE_TYPES, read_index_layers
+from penstock.generation.core.layer_shapes import LayerShape
 from penstock.generation.core.model_config import ConfigReader
 
 _SLIDING, _CHUNKED, _FULL = "sliding_attention", "chunked_attention", "full_attention"
@@ -39,9 +41,21 @@ def layer_sights(values: Mapping[str, Any], num_layers: int) -> list[LayerSight]
     return [_sight(values, kind) for kind in attends]
 
 
-def kv_groups(sights: Sequence[LayerSight], layer_bytes: int) -> list[dict[str, int]]:
-    """Return facts of each group of layers; `layer_bytes` are those of a token in one layer."""
-    layout = layout_of(sights)
+def shapes_of(folder: Path) -> tuple[LayerShape, ...]:
+    """Return the sizes of a model's layers where they are not all alike; else, and for one that is refused, nothing."""
+    # Imports torch.
+    from penstock.generation.models.registry import read_model_config
+
+    try:
+        return read_model_config(folder).layer_shapes
+    except StartupError:
+        return ()
+
+
+def kv_groups(sights: Sequence[LayerSight], layer_bytes: int, widths: Sequence[int] = ()) -> list[dict[str, int]]:
+    """Return facts of each group of layers; `layer_bytes` are those of a token in one layer, the widest. `widths`: see
+    layout_of()."""
+    layout = layout_of(sights, widths)
     return [
         {
             "layers": len(layers),
@@ -53,9 +67,12 @@ def kv_groups(sights: Sequence[LayerSight], layer_bytes: int) -> list[dict[str, 
     ]
 
 
-def context_bytes(sights: Sequence[LayerSight], layer_bytes: int, num_tokens: int, block_size: int = 16) -> int:
-    """Return the bytes of whole blocks that a decoding sequence of `num_tokens` holds between two steps."""
-    layout, length = layout_of(sights), -(-num_tokens // block_size)
+def context_bytes(
+    sights: Sequence[LayerSight], layer_bytes: int, num_tokens: int, block_size: int = 16, widths: Sequence[int] = ()
+) -> int:
+    """Return the bytes of whole blocks that a decoding sequence of `num_tokens` holds between two steps; other
+    arguments as kv_groups() has them."""
+    layout, length = layout_of(sights, widths), -(-num_tokens // block_size)
     blocks = sum(
         group.num_blocks * (length - group.first_read(num_tokens - 1) // block_size) for group in layout.groups
     )

@@ -17,7 +17,14 @@ import typer
 
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
-from penstock.cli.inspect_cache import context_bytes, group_lines, index_key_numbers, kv_groups, layer_sights
+from penstock.cli.inspect_cache import (
+    context_bytes,
+    group_lines,
+    index_key_numbers,
+    kv_groups,
+    layer_sights,
+    shapes_of,
+)
 from penstock.cli.inspect_drafts import drafts_line, has_known_layout, trained_drafts
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
@@ -133,7 +140,10 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     headers = _headers(folder, model)
     weights = weights_of(headers, folder)
     item = _serving_item(text)
-    rows, index_keys = _kv_bytes(text), 0
+    shapes = shapes_of(folder)
+    # Numbers of a token's keys in each layer that keeps its own, where layers are not all alike.
+    widths = tuple(shape.kv_width for shape in shapes if shape.source is None)
+    rows, index_keys = int(2 * sum(widths) * item) if widths else _kv_bytes(text), 0
     total, available = host_memory()
     experts, chosen = _first(text, _EXPERTS), _first(text, _CHOSEN)
     packed = (folder / PACKED_FILE).is_file()
@@ -146,14 +156,17 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     )
     memory = {kind: as_stored if quantized else weights.loaded_bytes(item, kind) for kind in kinds}
     context = _first(text, _CONTEXT)
-    layers = _attention_layers(text) if rows else None
+    layers = (len(widths) or _attention_layers(text)) if rows else None
     sights = layer_sights(text, _first(text, _LAYERS) or 0) if layers else []
+    if shapes:
+        sights = [sight for sight, shape in zip(sights, shapes, strict=False) if shape.source is None]
     if rows is None or not layers or len(sights) != layers:
         groups, whole = [], None if rows is None or context is None else rows * context
     else:
-        each, index_keys = rows // layers, int(index_key_numbers(text, layers) * item)
-        groups = kv_groups(sights, each)
-        whole = None if context is None else context_bytes(sights, each, context) + index_keys * context
+        each = int(2 * max(widths) * item) if widths else rows // layers
+        index_keys = int(index_key_numbers(text, layers) * item)
+        groups = kv_groups(sights, each, widths)
+        whole = None if context is None else context_bytes(sights, each, context, widths=widths) + index_keys * context
     facts: dict[str, Any] = {
         "model": model_name(model),
         "folder": str(folder),

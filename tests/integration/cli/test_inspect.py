@@ -210,6 +210,21 @@ def test_layers_that_keep_a_window_are_told_apart(tmp_path: Path) -> None:
     assert facts["memory"]["context_bytes"] == (2 * 4096 + 4 * 256) * each
 
 
+def test_layers_of_several_sizes_count_with_their_own(tmp_path: Path) -> None:
+    """Of five layers of Gemma 4, the last two read the keys of earlier ones; those that see all have heads twice as
+    wide."""
+    folder = tiny_checkpoint(tmp_path, "gemma4_text")
+    facts = facts_of(folder)
+    heads, dim, wide, item = 2, 16, 32, 4
+    full, sliding = 2 * heads * wide * item, 2 * heads * dim * item
+    assert facts["kv_bytes_per_token"] == full + 2 * sliding
+    assert facts["kv_groups"] == [
+        {"layers": 1, "window": 0, "chunk": 0, "bytes_per_token": full},
+        {"layers": 2, "window": 9, "chunk": 0, "bytes_per_token": 2 * sliding},
+    ]
+    assert facts["memory"]["context_bytes"] == full * facts["context"] + 2 * sliding * 16
+
+
 def test_too_large_a_model_is_told_to_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(tmp_path, "llama")
     weights = facts_of(folder)["memory"]["weights_bytes"]

@@ -582,7 +582,7 @@ class Engine:
         self.stats.memory = MemorySize(self._memory.num_tenants, self._memory.num_tokens)
 
     def _draft(self, groups: Iterable[SequenceGroup]) -> bool:
-        """Run the draft model at once for all requests of the strategies that advanced in this step.
+        """Run the draft model or head at once for all requests of the strategies that advanced in this step.
 
         There are no more drafts than rows in the next step. False: no strategy asked.
         """

@@ -36,6 +36,8 @@ _KEPT = {
     INT8_GROUPS: (INT8,),
     INT4: (INT4, INT4_ASYMMETRIC),
 }
+# To look through the heap takes longer than a small layer.
+_TRIM_EACH_BYTES = 16 << 20
 
 
 class TensorSource(Protocol):
@@ -110,6 +112,8 @@ class CheckpointWeights:
         self.dtype = dtype
         self.num_bytes = 0
         self.mapped_bytes = 0
+        # `num_bytes` when the heap was trimmed last.
+        self._trimmed_at = 0
         # Returns the importance of every matrix's inputs by its name, called when it is first needed; None: all are
         # alike.
         self.importance: Callable[[], Mapping[str, Tensor]] | None = None
@@ -206,9 +210,11 @@ class CheckpointWeights:
         return self._counted_tensor(self._owned(value))
 
     def layer_is_complete(self) -> None:
-        """Return freed memory to the system: tensors that were converted before packing would otherwise
-        keep a third of a model in the heap."""
-        trim_heap()
+        """Return freed memory to the system, where there may be much: tensors that were converted before packing would
+        otherwise keep a third of a model in the heap."""
+        if self.num_bytes - self._trimmed_at >= _TRIM_EACH_BYTES:
+            self._trimmed_at = self.num_bytes
+            trim_heap()
 
     def token_table(self, name: str) -> Tensor:
         """A view of the file, or in memory of its own."""

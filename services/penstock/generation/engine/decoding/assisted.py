@@ -190,7 +190,7 @@ class AssistedGeneration(ParallelSampling):
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         for sequence, token_ids in drafts.items():
             kind = DraftKind.DRAFT_HEAD if self._request.has_draft_head else DraftKind.DRAFT_MODEL
-            self._draft(sequence, until_end(token_ids, self._end_ids), kind)
+            self._append_drafts(sequence, until_end(token_ids, self._end_ids), kind)
 
     def restarted(self) -> list[Sequence] | None:
         """Drop the drafts: a preempted request spends no room or computation on them."""
@@ -306,7 +306,7 @@ class AssistedGeneration(ParallelSampling):
                 own = options.own_drafts(list(sequence.token_ids), min(self._wanted(drafting), room))
             except Exception as error:
                 raise plugin_failed("assistant_model", type(options.own_drafts).__name__, error) from error
-            self._draft(sequence, until_end(own, self._end_ids), DraftKind.DRAFT_MODEL)
+            self._append_drafts(sequence, until_end(own, self._end_ids), DraftKind.DRAFT_MODEL)
             return
         drafts: list[int] = []
         past = self._request.past_outputs
@@ -327,7 +327,7 @@ class AssistedGeneration(ParallelSampling):
             drafts = until_end(drafting.lookahead.guess(sequence.token_ids[-1], room), self._end_ids)
             kind = DraftKind.LOOKAHEAD
         if drafts:
-            self._draft(sequence, drafts, kind)
+            self._append_drafts(sequence, drafts, kind)
 
     def _look_up(self, sequence: Sequence, most: int) -> list[int]:
         if self._prompt_index is None:
@@ -351,7 +351,7 @@ class AssistedGeneration(ParallelSampling):
         past.add(sequence.token_ids[first:])
         drafting.num_remembered = sequence.num_tokens
 
-    def _draft(self, sequence: Sequence, drafts: list[int], kind: DraftKind) -> None:
+    def _append_drafts(self, sequence: Sequence, drafts: list[int], kind: DraftKind) -> None:
         """Append drafts for verification, as far as the grammar allows them."""
         drafts = drafts[: max(self._room(sequence), 0)]
         states: list[GrammarState | None] = [None] * (len(drafts) + 1)
