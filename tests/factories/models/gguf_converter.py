@@ -54,7 +54,7 @@ def convert(
     for one, value in (vocabulary or {}).items():
         writer.add_key_value(one, value, _kind_of(value))
     for name, value in _steps(architecture, config, tensors):
-        kind = matrices if quantised and _fits(value) else "F32"
+        kind = matrices if quantised and _fits(name, value) else "F32"
         kind = experts if value.dim() == 3 and ".experts." in name else kind
         _add(writer, names, name, value.float(), gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file(path)
@@ -69,7 +69,7 @@ def round_weights(folder: Path) -> None:
     from safetensors.torch import save_file
 
     for file in folder.glob("*.safetensors"):
-        found = {name: _rounded(value) if _fits(value) else value for name, value in load_file(file).items()}
+        found = {name: _rounded(value) if _fits(name, value) else value for name, value in load_file(file).items()}
         save_file(found, file, metadata={"format": "pt"})
 
 
@@ -81,8 +81,9 @@ def _kind_of(value: Any) -> Any:
     return gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)
 
 
-def _fits(value: Tensor) -> bool:
-    return value.dim() == 2 and value.shape[1] % 32 == 0
+def _fits(name: str, value: Tensor) -> bool:
+    # Biases of experts are matrices, too.
+    return value.dim() == 2 and value.shape[1] % 32 == 0 and not name.endswith("bias")
 
 
 def _rounded(value: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ def by_every_way() -> Iterator[Any]:
             yield pytest.param(row, way, id=f"{row.name}-{way}", marks=marks)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("row", "way"), [*by_every_way()])
 async def test_a_constraint_is_about_the_answer(tokenizer: str, row: ReasoningFormat, way: str) -> None:
     script = Script()
@@ -161,7 +162,7 @@ async def test_a_constraint_is_about_the_answer(tokenizer: str, row: ReasoningFo
             assert not served.submitted[-1].HasField("thought")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("decode", ["auto", "tokenizer"])
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("row", REASONING, ids=lambda row: row.name)

@@ -66,6 +66,7 @@ def undrafted(demo: tuple[CausalLM, Eagle3Head]) -> list[list[Answer]]:
     return [ours(assisted_engine(demo[0]), seed=5, top_logprobs=2, **options) for options in OPTIONS]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("place", range(len(OPTIONS)))
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_head_changes_neither_ids_nor_logprobs(

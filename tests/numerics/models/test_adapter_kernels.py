@@ -118,7 +118,7 @@ def test_a_saved_head_takes_the_place_of_any_head(tmp_path: Path, quantization: 
     torch.testing.assert_close(found, hidden @ head.T, atol=1e-5 if quantization == "none" else 0.04, rtol=0)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_eight_adapters_in_a_batch_give_the_bits_of_each_alone(tmp_path: Path, quantization: str, dtype: str) -> None:

@@ -33,7 +33,7 @@ TYPES = sorted({*USUAL, *SEEING, *STATEFUL, *FURTHER_STATEFUL, *FURTHER, *OLD, *
 CASES = [*((one, "auto") for one in TYPES), *((one, "fallback") for one in sorted(FAMILIES.keys() & model_types()))]
 # Configurations of each case in the whole run, others each time; cases of the ordinary run, which has the same each
 # time: what a new configuration shows is not a fault of the change that is tested.
-EACH, FEW = 3, 5
+EACH, FEW = 3, 3
 
 
 def check(folder: Path, model_type: str, route: str, seed: int | None = None) -> None:

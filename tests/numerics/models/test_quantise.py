@@ -51,6 +51,7 @@ def served(folder: Path) -> Tensor:
     return torch.stack(sequence.logits)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_is_the_model_with_its_matrices_rounded(tmp_path: Path, family: str) -> None:
     folder = source(tmp_path / "source", family)

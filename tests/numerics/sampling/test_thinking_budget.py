@@ -78,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return load_tiny(tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", seed=11))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -135,6 +135,7 @@ def test_the_same_ids_alone_and_in_any_company(model: CausalLM, config: EngineCo
     check_any_company(model, requests, config)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_drafts_change_nothing(model: CausalLM, one: Format, sampled: bool) -> None:

@@ -50,7 +50,7 @@ def walk(document: object, seed: int) -> str:
     return str(text_tokenizer().decode(ids, skip_special_tokens=False))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("first", range(0, COUNT, IN_A_TEST))
 def test_walks_end_and_are_valid(first: int) -> None:
     for number in range(first, first + IN_A_TEST):

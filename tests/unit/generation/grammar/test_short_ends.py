@@ -213,6 +213,7 @@ def markers(name: str) -> dict[str, int]:
     return {one: found[0] for one in kept if len(found := ids_of(one)) == 1}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", [row.name for row in TOOLS])
 def test_a_forced_call_is_whole_within_its_limit(name: str) -> None:
     chat = choose_format("", name, "none")
@@ -250,6 +251,7 @@ def test_a_thought_is_not_cut_short() -> None:
         assert free.advance(token_id)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("number", [*range(0, 200, 8), 103, 7])
 def test_schemas_of_pydantic_models_end_in_time(number: int) -> None:
     document = model_of(number).model_json_schema()

@@ -407,6 +407,7 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_gemmas_own_spelling_obeys_a_schema_of_every_kind(seed: int) -> None:
     text = written(grammar_of("gemma4", DEEP), "", seed, 8000)
