@@ -31,7 +31,7 @@ from penstock.generation.models.draft_head import DraftHead
 from penstock.generation.models.eagle3 import load_eagle3
 from penstock.generation.models.mtp import load_mtp
 
-USUAL, SEED = 10, int(os.environ.get("PENSTOCK_HEAD_SEED", "1"))
+USUAL, SEED = 10, int(os.environ.get("PENSTOCK_HEAD_SEED", "3"))
 MORE = int(os.environ.get("PENSTOCK_HEAD_CONFIGURATIONS", "100"))
 # Configurations in turn on one model: making one takes most of the time.
 ON_ONE_MODEL = 5
