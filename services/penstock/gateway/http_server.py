@@ -25,6 +25,7 @@ from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError
 from penstock.gateway.request_head import check_head, has_body, is_chunked, without_upgrade
 from penstock.gateway.time_limit import Awaited, TimeLimit
+from penstock.gateway.unsent_watch import UnsentWatch
 from penstock.http2.handshake_pace import HandshakePace
 from penstock.http2.listener import Listener, let_go
 from penstock.http2.metered_tls import handshake_seconds, meter, stop_metering
@@ -49,7 +50,7 @@ _ANSWER_SECONDS, _SAVED_SECONDS = 0.0015, 0.05
 _FIRST_SECONDS, _FIRSTS = 0.001, 3.0
 # Share of one network's TLS handshakes, as a part of the strangers' share.
 _HANDSHAKES = 0.5
-# Multiple of --stalled-reader-seconds after which a connection that takes nothing is cut off, whatever its request.
+# Multiple of --stalled-reader-seconds in which a connection must take some of what waits, whatever its request.
 _STALL_FACTOR = 1.5
 # Seconds for which the rest of a refused request is read and dropped: cutting it off at once would lose the answer.
 _LINGER_SECONDS = 2.0
@@ -149,7 +150,8 @@ class HttpConnection(HttpToolsProtocol):
         self._limit = TimeLimit(self.loop)
         # Request in progress, or the last one; `cycle` is the newest one.
         self._running: RequestResponseCycle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
+        # What waits for its reader: while nothing more is written, and at its end.
+        self._unsent, self._last_unsent = UnsentWatch(self.loop), UnsentWatch(self.loop)
         # Reader of the answer in progress.
         self._reader: WatchedReader | None = None
         self._is_lost = False
@@ -198,6 +200,7 @@ class HttpConnection(HttpToolsProtocol):
             if cycle is not None:
                 cycle.body = bytearray()
         self._limit.stop()
+        self._last_unsent.end()
         self.resume_writing()
         self.everyone.discard(self)
         # Its traceback has this connection.
@@ -506,14 +509,12 @@ class HttpConnection(HttpToolsProtocol):
         super().pause_writing()
         # Longer than the limit on a stream's reader, which tells the engine: this one is for all other writes.
         seconds = _STALL_FACTOR * self.bounds.stalled_reader_seconds
-        self._stall_timer = self.loop.call_later(seconds, self.abort)
+        self._unsent.begin(seconds, self._own.get_write_buffer_size, self.abort)
         if self._reader is not None:
             self._reader.pause()
 
     def resume_writing(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        self._unsent.end()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
@@ -568,7 +569,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def _await_end(self) -> None:
         """Cut it off later: what is left to send may be too little for `pause_writing`, and nobody may take it."""
-        self._limit.wait(Awaited.END, _STALL_FACTOR * self.bounds.stalled_reader_seconds, self._own.abort)
+        self._limit.stop()
+        seconds = _STALL_FACTOR * self.bounds.stalled_reader_seconds
+        self._last_unsent.begin(seconds, self._own.get_write_buffer_size, self._own.abort)
 
     def abort(self) -> None:
         """Cut it off, with all unsent bytes."""

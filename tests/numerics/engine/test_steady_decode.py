@@ -13,7 +13,7 @@ import torch
 from factories.engine.pools import unwritten_pool
 from factories.engine.sequences import params, sequence
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -40,7 +40,7 @@ KINDS = [("tied", "bfloat16", "none"), ("tied", "float32", "none"), ("untied", "
 KINDS += [("tied", "bfloat16", "int8"), ("untied", "bfloat16", "int4")]
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

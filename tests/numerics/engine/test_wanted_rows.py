@@ -12,7 +12,7 @@ import torch
 from factories.engine.pools import unwritten_pool
 from factories.engine.sequences import params, sequence
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import AttentionMetadata
@@ -42,7 +42,7 @@ KINDS = [
 ]
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

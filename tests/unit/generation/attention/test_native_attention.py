@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from factories.models.kernels import TOLERANCE, Context, Layer, Shape, assert_close, contexts, shapes
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import Attention
@@ -23,7 +23,7 @@ lengths = st.lists(st.integers(1, 200), min_size=1, max_size=4)
 scores = st.tuples(st.sampled_from([0.0, 0.0, 0.7, 4.0]), st.sampled_from(["", "sinks", "slopes"]))
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from factories.engine.pools import unwritten_pool
 from factories.models.kernels import TOLERANCE, Context, Layer, Shape, assert_close, contexts
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import PRODUCT_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
@@ -33,7 +33,7 @@ shapes = st.builds(
 lengths = st.lists(st.integers(1, 150), min_size=1, max_size=3)
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_instruction_set(request.param)
 

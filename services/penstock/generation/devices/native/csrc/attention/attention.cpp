@@ -32,6 +32,26 @@ static void run(const AttentionArgs& a, const AttentionTask& task, const Attenti
     attend_prefill<T, S, MODE>(a, task, *(PrefillWork<4, BLOCKS>*)scratch);
 }
 
+#ifdef PENSTOCK_TILES
+static void run_tiled(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next,
+                      Prefetch& prefetch, void* scratch) {
+  if (can_attend_decode_bf16(a, task)) {
+    set_decode_shapes(task.count, MAX_DECODE_ROWS);
+    attend_decode_bf16<true>(a, task, next, prefetch, *(Bf16DecodeWork*)scratch);
+  } else {
+    set_prefill_shapes();
+    if (task.count <= L)
+      attend_prefill<bf16, bf16, Mode::PAIRS, 1, 1, true>(a, task, *(PrefillWork<1, 1>*)scratch);
+    else if (task.count <= 2 * L)
+      attend_prefill<bf16, bf16, Mode::PAIRS, 2, 1, true>(a, task, *(PrefillWork<2, 1>*)scratch);
+    else
+      attend_prefill<bf16, bf16, Mode::PAIRS, 4, BLOCKS, true>(a, task,
+                                                               *(PrefillWork<4, BLOCKS>*)scratch);
+  }
+  release_tiles();
+}
+#endif
+
 template <typename T>
 static void run_stored(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next,
                        void* scratch) {
@@ -63,8 +83,11 @@ void attend(const AttentionArgs& a, const AttentionTask& task, const AttentionTa
             Prefetch& prefetch, void* scratch) {
   constexpr Mode pairs = HAS_UNITS ? Mode::PAIRS : Mode::FLOATS;
 #ifdef __AVX512BF16__
+#ifdef PENSTOCK_TILES
+  if (has_tile_products(a)) return run_tiled(a, task, next, prefetch, scratch);
+#endif
   if (can_attend_decode_bf16(a, task))
-    return attend_decode_bf16(a, task, next, prefetch, *(Bf16DecodeWork*)scratch);
+    return attend_decode_bf16<false>(a, task, next, prefetch, *(Bf16DecodeWork*)scratch);
 #endif
   if (!a.is_bf16)
     run_stored<float>(a, task, next, scratch);

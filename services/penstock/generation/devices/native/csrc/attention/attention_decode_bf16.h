@@ -3,6 +3,7 @@
 // copied. AVX-512 only. The sums equal those of attention_prefill.h, bit for bit.
 #pragma once
 #include "attention/attention_decode.h"
+#include "attention/attention_tiles.h"
 
 #ifdef __AVX512BF16__
 namespace penstock {
@@ -54,6 +55,8 @@ struct Bf16DecodeWork {
   Bf16DecodeHead heads[MOST_HEADS];
   alignas(64) float s[TILE * MAX_DECODE_ROWS];
   alignas(64) int32_t p[TILE / 2 * MAX_DECODE_ROWS];
+  // For tiles: weights as [row][pair of keys], and values of a slice as [pair of keys][dim].
+  alignas(64) int32_t across[MAX_DECODE_ROWS][WORDS_OF_TILE], v[WORDS_OF_TILE][2 * L];
 };
 
 struct Bf16DecodeLanes {
@@ -159,6 +162,34 @@ static AddValues pick_values(int rows) {
     return rows < M ? pick_values<M - 1>(rows) : add_values<M>;
 }
 
+#ifdef PENSTOCK_TILES
+// add_values by tiles: weights of a tile's keys, once for all dims; then values of 2 * L dims.
+static inline void turn_weights(Bf16DecodeWork& w, int M, int n) {
+  const int pairs = (n + 1) / 2, words = whole_tiles(pairs);
+  for (int m = 0; m < M; ++m) {
+    for (int i = 0; i < pairs; ++i) w.across[m][i] = w.p[i * MAX_DECODE_ROWS + m];
+    for (int i = pairs; i < words; ++i) w.across[m][i] = 0;
+  }
+}
+static void add_tile_slice(Bf16DecodeWork& w, const Paged& tile, int64_t offset, int64_t stride,
+                           float* o, int DV) {
+  const int n = tile.n, words = whole_tiles((n + 1) / 2);
+  for (int t = 0; t < 2 * words; t += 2) {
+    int32_t* to = w.v[t / 2];
+    if (t >= n) {
+      std::memset(to, 0, sizeof(w.v[0]));
+      continue;
+    }
+    const char* from = tile.v[t / RUN] + t % RUN * stride + offset;
+    const __m512i x = _mm512_loadu_si512(from),
+                  y = _mm512_loadu_si512(t + 1 < n ? from + stride : from);
+    _mm512_store_si512(to, _mm512_unpacklo_epi16(x, y));
+    _mm512_store_si512(to + L, _mm512_unpackhi_epi16(x, y));
+  }
+  add_decode_values(w.across[0], w.v[0], words, o, DV);
+}
+#endif
+
 static void finish_decode_bf16(Bf16DecodeHead& h, int M, int DV,
                                bf16* const (&out)[MAX_DECODE_ROWS]) {
   for (int half = PAIRS_OF_RUN / 2; half; half /= 2)
@@ -204,6 +235,8 @@ static void fetch_first(const AttentionArgs& a, const AttentionTask& task) {
   tile.fetch(tile.v, 0, 1, stride, bytes);
 }
 
+// TILED: its products are those of attention_tiles.h.
+template <bool TILED>
 static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task,
                                const AttentionTask* following, Prefetch& prefetch,
                                Bf16DecodeWork& w) {
@@ -265,8 +298,15 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
       for (int g = 0; g < RUNS; ++g) {
         next.fetch(next.k, h * RUNS + g, H * RUNS, stride, bytes);
         if (g * RUN < n) prefetch.fetch(PREFETCH_LINES);
-        if (g * RUN < n)
-          score_run(tile.k[g] + offset, stride, head.q, D / 2, w.s + g * RUN * MAX_DECODE_ROWS);
+        if (g * RUN >= n) continue;
+        const char* keys = tile.k[g] + offset;
+        float* scores = w.s + g * RUN * MAX_DECODE_ROWS;
+        if constexpr (!TILED)
+          score_run(keys, stride, head.q, D / 2, scores);
+        else if (g % 2 == 0)
+          tile_run<0, MAX_DECODE_ROWS>(keys, stride, head.q, D / 2, scores);
+        else
+          tile_run<1, MAX_DECODE_ROWS>(keys, stride, head.q, D / 2, scores);
       }
       if (a.softcap > 0)
         for (int i = 0; i < (n + RUN - 1) / RUN * PAIRS_OF_RUN; ++i) {
@@ -280,11 +320,15 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
         }
       whole ? softmax_decode_bf16<false>(w, head, lanes, M, t0, n, DV)
             : softmax_decode_bf16<true>(w, head, lanes, M, t0, n, DV);
+      if constexpr (TILED) turn_weights(w, M, n);
       const int slices = DV / (2 * L);
       for (int i = 0; i < slices; ++i) {
         if (has_values) next.fetch(next.v, h * slices + i, H * slices, stride, bytes);
         prefetch.fetch(PREFETCH_LINES);
-        add(tile, offset + i * 4 * L, stride, w.p, head.o + i * 2 * L, DV);
+        if constexpr (TILED)
+          add_tile_slice(w, tile, offset + i * 4 * L, stride, head.o + i * 2 * L, DV);
+        else
+          add(tile, offset + i * 4 * L, stride, w.p, head.o + i * 2 * L, DV);
       }
     }
   }

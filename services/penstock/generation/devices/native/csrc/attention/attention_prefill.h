@@ -6,6 +6,7 @@
 // MAX_TASK_ROWS rows.
 #pragma once
 #include "attention/attention_tile.h"
+#include "attention/attention_tiles.h"
 
 namespace penstock {
 namespace NS {
@@ -201,7 +202,8 @@ struct PrefillOutput {
   vf operator()(int, int v, vi sum, vf old) const { return fmadd(to_floats(sum), step[v], old); }
 };
 
-template <typename T, typename S, Mode MODE, int V, int NB>
+// TILED: its products are those of attention_tiles.h.
+template <typename T, typename S, Mode MODE, int V, int NB, bool TILED = false>
 static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
                            PrefillWork<V, NB>& w) {
   constexpr bool QUADS = MODE == Mode::QUADS;
@@ -218,7 +220,10 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
     n = keys_from(t0, end);
     rows.find(a, table, task.kv_head, t0, n);
     load_keys<S, MODE>(rows, D, w.k);
-    load_values<S, MODE>(rows, DV, w.v);
+    if constexpr (TILED)
+      load_values_across(rows, DV, w.v);
+    else
+      load_values<S, MODE>(rows, DV, w.v);
     for (int b = 0; b < blocks; ++b) {
       if (t0 >= w.last[b] || t0 + n <= w.first[b]) continue;
       const Sides scores{
@@ -239,7 +244,9 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
           .b_k = W,
           .b_low = P_LOW,
       };
-      if constexpr (QUADS)
+      if constexpr (TILED)
+        tile_scores<V>(w.k, w.q[b], n, units, w.s);
+      else if constexpr (QUADS)
         product<MODE, true, V>(scores, n, units, w.s, W, false,
                                PrefillScore{w.bias[b], rows.k_scale});
       else
@@ -260,7 +267,9 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
       const bool whole = t0 >= w.whole_from[b] && t0 + n <= w.whole_to[b];
       whole ? softmax_tile<MODE, V, NB, false>(w, rows.v_scale, b, t0, n, DV)
             : softmax_tile<MODE, V, NB, true>(w, rows.v_scale, b, t0, n, DV);
-      if constexpr (QUADS)
+      if constexpr (TILED)
+        add_tile_values<V>(w.v, w.p, n, DV, w.o[b]);
+      else if constexpr (QUADS)
         product<MODE, false, V>(outputs, DV, (n + PER - 1) / PER, w.o[b], W, true,
                                 PrefillOutput{w.step});
       else

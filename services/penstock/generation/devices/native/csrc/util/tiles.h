@@ -22,8 +22,8 @@ struct alignas(64) TileShapes {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int64_t count) {
-    bytes[tile] = TILE_WORDS * 4;
+  void set(int tile, int64_t count, int64_t words = TILE_WORDS) {
+    bytes[tile] = uint16_t(words * 4);
     rows[tile] = uint8_t(count);
   }
 };
