@@ -21,6 +21,9 @@ _KINDS: Mapping[str, Callable[[int, Mapping[str, Any]], str]] = {
     "gpt_oss": lambda layer, _: _FULL if layer % 2 else _SLIDING,
     "gemma3_text": lambda layer, values: _every(layer, values.get("sliding_window_pattern", 6)),
     "gemma3": lambda layer, values: _every(layer, values.get("sliding_window_pattern", 6)),
+    # The last layer of these two reads everything in any case: see layer_sights.
+    "gemma4_text": lambda layer, _: _every(layer, 6),
+    "gemma4_unified_text": lambda layer, _: _every(layer, 6),
     "cohere2": lambda layer, values: _every(layer, values.get("sliding_window_pattern", 4)),
     "llama4_text": lambda layer, _: _CHUNKED if (layer + 1) % 4 else _FULL,
     "llama4": lambda layer, _: _CHUNKED if (layer + 1) % 4 else _FULL,
@@ -37,6 +40,8 @@ def layer_sights(values: Mapping[str, Any], num_layers: int) -> list[LayerSight]
     kinds = values.get("layer_types") or values.get("layers_block_type")
     if not isinstance(kinds, list):
         kinds = [_kind(values, layer) for layer in range(num_layers)]
+        if str(values.get("model_type")).startswith("gemma4"):
+            kinds[-1:] = [_FULL]
     attends = [kind for kind in kinds if kind in _ATTENDS]
     return [_sight(values, kind) for kind in attends]
 

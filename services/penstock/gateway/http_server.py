@@ -565,7 +565,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         # asyncio closes it once all is sent.
-        self._await_end()
+        if not self.is_closing:
+            self._await_end()
 
     def _await_end(self) -> None:
         """Cut it off later: what is left to send may be too little for `pause_writing`, and nobody may take it."""

@@ -16,7 +16,7 @@ class Awaited(enum.Enum):
     BODY = enum.auto()
     # The next request, behind an answer.
     REQUEST = enum.auto()
-    # To take what was sent, and to let the connection end.
+    # To let the connection end, behind a refusal (UnsentWatch has the other ends).
     END = enum.auto()
 
 

@@ -69,7 +69,6 @@ def in_each_format() -> Iterator[Any]:
         yield pytest.param(family, "int8", id=f"{family}-int8", marks=marks)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("family", "quantization"), [*in_each_format()])
 def test_answers_are_those_of_a_fresh_start(family: str, quantization: str, tmp_path: Path) -> None:
     old, new = (tiny_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))

@@ -158,7 +158,6 @@ def request_like(item: Request) -> Request:
     return replace(item, arrival_time=0.0)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_layers_of_several_kinds_get_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     torch.set_num_threads(1)

@@ -208,7 +208,6 @@ def test_index_of_shards(tmp_path: Path) -> None:
     outcomes.check(300)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("parts", [12, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_quantised_checkpoints(case: str, parts: int, tmp_path: Path) -> None:

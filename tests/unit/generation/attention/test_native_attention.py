@@ -130,6 +130,22 @@ def test_a_rows_result_does_not_depend_on_how_the_step_is_composed() -> None:
     check_composition()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [33, 100])
+def test_a_window_begins_at_the_same_sums_in_every_chunk(window: int, dtype: torch.dtype) -> None:
+    """Several keys are summed apart: a chunk that begins later leaves out the oldest keys of the whole."""
+    shape = Shape(kv_heads=1, group=4, head_dim=64, block_size=16, window=window)
+
+    def rows(seed: int, cuts: list[int]) -> Tensor:
+        layer = Layer(NativeAttention(), shape, dtype, num_blocks(shape, [200]), seed)
+        return layer.run(contexts(shape, [200], dtype, seed), [cuts])[0]
+
+    for seed in range(4):
+        whole = rows(seed, [])
+        for cut in range(105, 150, 8):
+            assert torch.equal(rows(seed, [cut, cut + 1]), whole), (seed, cut)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_a_nan_reaches_every_row_that_sees_it(where: str, kv_dtype: torch.dtype) -> None:

@@ -73,7 +73,6 @@ def compile_schema(document: Any) -> CompiledGrammar | None:
     return CompiledGrammar(new_matcher(tokenizer, answer["lark"]), tokenizer, "constraint.json_schema")
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("folder", "name"), CASES)
 def test_what_compiles_is_honoured(folder: str, name: str) -> None:
     right = refused = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,7 +92,10 @@ def test_they_are_begun_before_torch_is_imported() -> None:
 
 
 def test_one_begins_where_many_files_are_open(begun: BegunRanks) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
         for _ in range(600):
             files.enter_context(open(os.devnull))
         begun.begin(2)

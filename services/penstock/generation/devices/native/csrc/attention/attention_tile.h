@@ -378,8 +378,11 @@ static inline vf sloped(vf score, vf slope, vi pos, vi visible) {
 }
 
 // Tiles begin at multiples of TILE, with any rows in the task, so that a row's sums are cut at the
-// same keys everywhere; the first one may leave out keys that no row sees any more.
-static inline int64_t first_key(int64_t oldest) { return oldest - oldest % SUMS; }
+// same keys everywhere; the first one may leave out keys that no row sees any more: as many as
+// lanes (attention_decode.h) and tile registers (attention_tiles.h) sum apart, or twice as many.
+constexpr int KEYS_OF_SUM = 32;
+static_assert(KEYS_OF_SUM % SUMS == 0 && TILE % KEYS_OF_SUM == 0);
+static inline int64_t first_key(int64_t oldest) { return oldest - oldest % KEYS_OF_SUM; }
 static inline int keys_from(int64_t t0, int64_t end) {
   return int(std::min<int64_t>(TILE - t0 % TILE, end - t0));
 }

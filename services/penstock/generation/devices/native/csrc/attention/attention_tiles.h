@@ -10,6 +10,8 @@ namespace penstock {
 namespace NS {
 
 static_assert(TILE_WORDS == L && TILE % (2 * TILE_ROWS) == 0);
+// Pairs of keys that are summed apart; a tile's first key has whole sums before it.
+static_assert(KEYS_OF_SUM == 2 * TILE_WORDS);
 constexpr int WORDS_OF_TILE = TILE / 2;  // pairs of keys
 
 // True where all products of such heads are made here.
@@ -18,8 +20,8 @@ static inline bool has_tile_products(const AttentionArgs& a) {
          a.value_dim % TILE_ROWS == 0;
 }
 
-// Many rows: lanes are rows, as in attention_prefill.h. Registers: sums of two tiles of keys or dims
-// by two of rows; the two of keys or dims; the two of rows.
+// Many rows: lanes are rows, as in attention_prefill.h. Registers: sums of two tiles of keys or
+// dims by two of rows; the two of keys or dims; the two of rows.
 constexpr int SUM_TILES = 0, SIDE_TILES = 4, ROW_TILES = 6;
 
 static inline void set_prefill_shapes() {
@@ -31,8 +33,8 @@ static inline void set_prefill_shapes() {
 // C[m][v] (+)= sum_k A[m][k] * B[k][v] of two tiles of rows m, unless ONE, and V (1 or 2) of lanes.
 // A has `a_row` units a row, B and C have W lanes.
 template <bool ADD, bool ONE, int V>
-static inline void tile_block(const int32_t* a, int64_t a_row, const int32_t* b, int64_t W, int words,
-                              float* c) {
+static inline void tile_block(const int32_t* a, int64_t a_row, const int32_t* b, int64_t W,
+                              int words, float* c) {
   const int64_t a_bytes = a_row * 4, bytes = W * 4;
   float* lower = c + TILE_ROWS * W;
   if constexpr (ADD) {
