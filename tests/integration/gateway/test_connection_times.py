@@ -243,6 +243,20 @@ async def test_an_answer_that_nobody_takes_ends(then: str) -> None:
         end.close()
 
 
+async def test_an_end_behind_a_refusal_gives_no_more_time() -> None:
+    async with served("", max_unsent_bytes=4096) as gateway:
+        end = _small(gateway)
+        await until(lambda: gateway.metric("http_connections") == 1)
+        await _fill(gateway, end)
+        end.sendall(b"nonsense\r\n\r\n")
+        (connection,) = gateway.app._server._state.connections
+        await until(lambda: connection.is_closing)
+        end.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await until(lambda: gateway.metric("http_connections") == 0)
+        end.close()
+
+
 async def test_what_follows_an_answer_has_the_bound_of_a_body() -> None:
     async with served("", max_body_bytes=64 << 10) as gateway:
         connection = await Connection.to(gateway)
