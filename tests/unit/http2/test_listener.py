@@ -254,20 +254,23 @@ async def test_a_network_beyond_its_pace_waits_a_while_and_others_do_not(monkeyp
         await until(lambda: any(one.network == HERE and one.transport is not None for one in arrivals._all))
         await until(lambda: not arrivals._is_turn_taken)
         assert list(arrivals._waiting[THERE]) == waiting
-        # Time for one of them: the pace says 0.01 s for a millisecond.
+        # Time for one of them, or for a few that open quickly: the pace says 0.01 s for a millisecond.
         now += 0.011
         arrivals._next()
-        assert waiting[0].transport is not None
-        assert list(arrivals._waiting[THERE]) == waiting[1:]
+        left = list(arrivals._waiting[THERE])
+        begun = len(waiting) - len(left)
+        assert 1 <= begun <= 1 + 0.0011 / tls_arrivals.OPENING_SECONDS
+        assert all(one.transport is not None for one in waiting[:begun])
+        assert left == waiting[begun:]
         # One that leaves meanwhile, or is given up, waits no longer.
-        arrivals._give_up(waiting[1])
-        assert list(arrivals._waiting[THERE]) == waiting[2:]
+        arrivals._give_up(left[0])
+        assert list(arrivals._waiting[THERE]) == left[1:]
         # Time for all: some of the network are no part of the flood.
         for one in waiting:
             one.due = 0.0
         arrivals._next()
         await until(lambda: not arrivals._waiting)
-        assert all(one.transport is not None for one in waiting[2:])
+        assert all(one.transport is not None for one in left[1:])
     finally:
         listener.close()
         for one in callers:
