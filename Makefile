@@ -71,7 +71,7 @@ quick: $(VENV)/.dev  ## while working: the unit tests that need no kernels, abou
 	@$(PYTEST) -m "$(MARKS) and not kernels" tests/unit
 
 test: $(VENV)/.dev  ## the tests, but those marked slow, chaos, docker or clients
-	@echo "running $(TESTS) but those marked slow, chaos, docker or clients, on $(WORKERS) workers: some eighteen minutes on two cores"
+	@echo "running $(TESTS) but those marked slow, chaos, docker or clients, on $(WORKERS) workers: some fifteen minutes on two cores"
 	@$(PYTEST) -m "$(MARKS)" $(TESTS)
 
 numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=native

@@ -21,9 +21,8 @@ _KINDS: Mapping[str, Callable[[int, Mapping[str, Any]], str]] = {
     "gpt_oss": lambda layer, _: _FULL if layer % 2 else _SLIDING,
     "gemma3_text": lambda layer, values: _every(layer, values.get("sliding_window_pattern", 6)),
     "gemma3": lambda layer, values: _every(layer, values.get("sliding_window_pattern", 6)),
-    # The last layer of these two reads everything in any case: see layer_sights.
-    "gemma4_text": lambda layer, _: _every(layer, 6),
-    "gemma4_unified_text": lambda layer, _: _every(layer, 6),
+    "gemma4_text": lambda layer, values: _of_gemma4(layer, values),
+    "gemma4_unified_text": lambda layer, values: _of_gemma4(layer, values),
     "cohere2": lambda layer, values: _every(layer, values.get("sliding_window_pattern", 4)),
     "llama4_text": lambda layer, _: _CHUNKED if (layer + 1) % 4 else _FULL,
     "llama4": lambda layer, _: _CHUNKED if (layer + 1) % 4 else _FULL,
@@ -40,8 +39,6 @@ def layer_sights(values: Mapping[str, Any], num_layers: int) -> list[LayerSight]
     kinds = values.get("layer_types") or values.get("layers_block_type")
     if not isinstance(kinds, list):
         kinds = [_kind(values, layer) for layer in range(num_layers)]
-        if str(values.get("model_type")).startswith("gemma4"):
-            kinds[-1:] = [_FULL]
     attends = [kind for kind in kinds if kind in _ATTENDS]
     return [_sight(values, kind) for kind in attends]
 
@@ -124,6 +121,11 @@ def group_lines(groups: Sequence[Mapping[str, int]], shown: Callable[[int], str]
 def _every(layer: int, pattern: object) -> str:
     """Return the kind of a layer where every `pattern`-th reads everything."""
     return _SLIDING if isinstance(pattern, int) and pattern > 0 and (layer + 1) % pattern else _FULL
+
+
+def _of_gemma4(layer: int, values: Mapping[str, Any]) -> str:
+    """Return the kind of one of Gemma 4's layers: every sixth reads everything, and the last in any case."""
+    return _FULL if layer + 1 == values.get("num_hidden_layers") else _every(layer, 6)
 
 
 def _kind(values: Mapping[str, Any], layer: int) -> str:

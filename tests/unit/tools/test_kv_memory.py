@@ -75,5 +75,15 @@ def test_kinds_of_layers_are_those_of_transformers() -> None:
         assert layer_sights(values, count) == layer_sights({**values, "layer_types": known.get("layer_types")}, count)
 
 
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma4_unified_text"])
+@pytest.mark.parametrize("count", [5, 6, 7, 35])
+def test_the_last_layer_of_gemma_4_reads_everything(model_type: str, count: int) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = {"model_type": model_type, "num_hidden_layers": count, "sliding_window": 512}
+    known = CONFIG_MAPPING[model_type](num_hidden_layers=count).to_dict()
+    assert layer_sights(values, count) == layer_sights({**values, "layer_types": known["layer_types"]}, count)
+
+
 def test_the_page_has_the_table() -> None:
     assert "\n".join(table()) in PAGE.read_text(encoding="utf-8")

@@ -85,7 +85,7 @@ static void tile_product(const int32_t* a, int64_t a_row, const int32_t* b, int 
 // Whole tiles' worth of `count`.
 static inline int whole_tiles(int count) { return (count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; }
 
-// Scores of `n` keys, [key][unit of dims], and those of the tile after them.
+// Scores of `n` keys, [key][unit of dims]; rows of their last tile behind them are nobody's.
 template <int V>
 static void tile_scores(const int32_t* k, const int32_t* q, int n, int units, float* s) {
   tile_product<false, V>(k, units, q, whole_tiles(n), units, s);
