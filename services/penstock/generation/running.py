@@ -92,7 +92,7 @@ class RunningEngine:
                 metrics.step(sample)
             hub.deliver(step, outputs)
 
-        nice = config.compute_nice
+        nice = config.niceness(on_cpu=loaded.weights.device.torch_device.type == "cpu")
         loop = EngineLoop(engine, self._events, deliver, self._engine_failed, nice=nice, on_pause_over=self._pause_over)
         hub = OutputHub(loop, metrics, lambda: stats.steps, loaded.weights.adapters)
         self._loop = loop

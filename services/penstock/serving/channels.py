@@ -22,7 +22,7 @@ from penstock.common.request_context import REQUEST_ID_KEY, current_request_id
 from penstock.common.tracing import outgoing
 from penstock.http2.client_connection import rpc_error
 from penstock.http2.metadata import Metadata
-from penstock.serving.grpc_options import channel_options
+from penstock.serving.grpc_options import Options, channel_options, joining_options
 
 ResponseT = TypeVar("ResponseT")
 # grpc's type stubs do not know it.
@@ -35,15 +35,19 @@ def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
 
     Raises StartupError when a TLS or token file cannot be read.
     """
-    options = [*channel_options(config), *proxy_options(address)]
-    if config.channel_tls_server_name is not None:
-        options.append(("grpc.ssl_target_name_override", config.channel_tls_server_name))
     credentials = channel_credentials(config)
-    if credentials is None:
-        channel = grpc.aio.insecure_channel(address, options=options)
-    else:
-        channel = grpc.aio.secure_channel(address, credentials, options=options)
-    return GrpcChannel(channel, decorator(config))
+
+    def connection(of_transport: Options) -> grpc.aio.Channel:
+        options = [*of_transport, *proxy_options(address)]
+        if config.channel_tls_server_name is not None:
+            options.append(("grpc.ssl_target_name_override", config.channel_tls_server_name))
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+    return GrpcChannel(
+        connection(channel_options(config)), lambda: connection(joining_options(config)), decorator(config)
+    )
 
 
 def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
@@ -145,8 +149,17 @@ class GrpcStreamCall(Generic[ResponseT]):
 class GrpcChannel(grpc.aio.Channel):
     """Channel that adds metadata to every call; an interceptor would put a task and a queue before every stream."""
 
-    def __init__(self, inner: grpc.aio.Channel, decorate: Callable[[Metadata], Metadata]) -> None:
+    def __init__(
+        self,
+        inner: grpc.aio.Channel,
+        open_joining: Callable[[], grpc.aio.Channel],
+        decorate: Callable[[Metadata], Metadata],
+    ) -> None:
+        """Make it over `inner`. `open_joining` opens the channel of a stream whose writer joins messages that wait."""
         self._inner = inner
+        self._open_joining = open_joining
+        # That channel, once it was needed.
+        self._joining: grpc.aio.Channel | None = None
         self._decorate = decorate
 
     @property
@@ -157,9 +170,16 @@ class GrpcChannel(grpc.aio.Channel):
     async def open_stream(
         self, method: str, parse: Callable[[bytes], ResponseT], *, joins: bool = False
     ) -> GrpcStreamCall[ResponseT]:
-        """Call the bidirectional `method` ("/package.Service/Name"); messages are never joined."""
-        start = self.stream_stream(method, request_serializer=_serialized, response_deserializer=parse)
-        return GrpcStreamCall(start())
+        """Call the bidirectional `method` ("/package.Service/Name").
+
+        Here messages are never joined. With `joins` the stream has a connection of its own with a narrow window, so
+        that its writer knows what was not read yet and can join it.
+        """
+        channel = self._inner
+        if joins:
+            channel = self._joining = self._joining or self._open_joining()
+        start = channel.stream_stream(method, request_serializer=_serialized, response_deserializer=parse)
+        return GrpcStreamCall(self._with_metadata(start)())
 
     def _with_metadata(self, start: Callable[..., Any]) -> Any:
         def call(*requests: Any, metadata: Any = None, **options: Any) -> Any:
@@ -186,9 +206,11 @@ class GrpcChannel(grpc.aio.Channel):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._inner.__aexit__(kind, error, trace)
+        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
+        if self._joining is not None:
+            await self._joining.close(grace)
         await self._inner.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:

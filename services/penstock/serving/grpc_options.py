@@ -9,6 +9,8 @@ from penstock.common.config import ServerConfig, TransportConfig
 from penstock.http2.metadata import MAX_METADATA_BYTES
 
 Options = list[tuple[str, int | str]]
+# Bytes that may lie unread on a stream whose writer joins what waits: a few steps of some dozens of requests.
+_JOINING_WINDOW_BYTES = 4096
 
 
 def _common(config: TransportConfig, receive_bytes: int) -> Options:
@@ -52,4 +54,17 @@ def channel_options(config: TransportConfig) -> Options:
         # busy peer needs more than the 100 ms between attempts.
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
+
+
+def joining_options(config: TransportConfig) -> Options:
+    """Options for the channel of one stream whose writer joins what waits for its reader.
+
+    Such a writer has to notice that the reader is behind. With the usual window (64 KiB, or more once grpc has measured
+    the connection) hundreds of small messages lie between the two, and each waits for all before it.
+    """
+    return [
+        *channel_options(config),
+        ("grpc.http2.lookahead_bytes", _JOINING_WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
     ]

@@ -15,6 +15,8 @@ from penstock.generation.wire import convert
 
 # Estimated bytes of Started and of Finished.
 _SMALL_EVENT_BYTES = 256
+# Steps that wait for a session's reader share a message up to this size.
+_MOST_JOINED_BYTES = 64 << 10
 
 
 def _event_bytes(event: convert.Event) -> int:
@@ -108,7 +110,7 @@ class SessionStream:
 
     def __init__(self, bound: int) -> None:
         """At most `bound` messages wait for the reader; beyond that the session ends RESOURCE_EXHAUSTED."""
-        self.buffer: MessageBuffer[convert.SessionResponse] = MessageBuffer(bound)
+        self.buffer: MessageBuffer[convert.SessionResponse] = MessageBuffer(bound, _joined)
         self._makers: dict[str, DeltaMaker] = {}
         # Work that prepares a request for the engine -> the request's deltas.
         self._preparing: dict[asyncio.Task[None], DeltaMaker] = {}
@@ -225,14 +227,27 @@ class SessionStream:
         self._settle()
 
 
+def _joined(first: convert.SessionResponse, second: convert.SessionResponse) -> bool:
+    """Add the events of the next message to `first`; False where that would be too much for one message."""
+    if first.ByteSize() + second.ByteSize() > _MOST_JOINED_BYTES:
+        return False
+    first.events.MergeFrom(second.events)
+    first.step, first.heartbeat = second.step, False
+    return True
+
+
 M = TypeVar("M")
 
 
 class MessageBuffer(Generic[M]):
     """Messages that wait for a stream's reader. Beyond `bound` the reader is cut off and the buffer cleared."""
 
-    def __init__(self, bound: int) -> None:
+    def __init__(self, bound: int, join: Callable[[M, M], bool] | None = None) -> None:
+        """Make it. `join` adds a waiting message to the one before it, so that a reader that is behind has fewer to read;
+        False: it has no room for it.
+        """
         self._bound = bound
+        self._join = join
         self._messages: deque[M] = deque()
         self._wakeup = asyncio.Event()
         self._closed = False
@@ -279,10 +294,18 @@ class MessageBuffer(Generic[M]):
         """Yield queued messages as they come. Raises the closing error after the last one."""
         while True:
             while self._messages:
-                yield self._messages.popleft()
+                yield self._next()
             if self._closed:
                 break
             self._wakeup.clear()
             await self._wakeup.wait()
         if self._error is not None:
             raise self._error
+
+    def _next(self) -> M:
+        messages, join = self._messages, self._join
+        message = messages.popleft()
+        if join is not None:
+            while messages and join(message, messages[0]):
+                messages.popleft()
+        return message
