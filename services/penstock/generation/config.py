@@ -120,9 +120,9 @@ class ModelOptions:
     )
     compute_nice: int | None = option(
         None,
-        "Added to the niceness of these threads (Linux): the services that share the cores, and this service's own "
-        "messages, go first, and so does all other work of the machine. 4 on a CPU when left out, 0 on an accelerator "
-        "or with --tensor-parallel.",
+        "Added to the niceness of these threads (Linux): the event loops of this service, and of others in its cgroup, "
+        "go first, and so does all other work there. 4 on a CPU when left out, 0 on an accelerator or with "
+        "--tensor-parallel.",
         group=MODEL,
         minimum=0,
         maximum=19,
@@ -523,8 +523,8 @@ class GenerationServiceConfig(
     def niceness(self, *, on_cpu: bool) -> int:
         """Niceness to add to the threads that compute. `on_cpu`: the model is there.
 
-        Where all cores are busy, an event loop that has to wait for one of them delays every answer and every refusal,
-        and a step that is a little longer delays nothing else.
+        Where all cores are busy, an event loop that has to wait for one of them delays every answer and every refusal
+        at once.
         """
         if self.compute_nice is not None:
             return self.compute_nice

@@ -591,6 +591,8 @@ def _config(model: str | Path | None, options: Mapping[str, Any]) -> GenerationS
     given = {} if model is None else {"model": str(model)}
     # A server's own variables, such as an address to listen on, must not make this fail.
     environment = {name: value for name, value in current_environment().items() if name not in servers.values()}
+    # There are no event loops of services to give way to.
+    environment.setdefault("PENSTOCK_COMPUTE_NICE", "0")
     # Nobody calls from outside, so nothing of the pool is set aside for named sequences.
     config = load_options(GenerationServiceConfig, {"model_access": "off", **given, **options}, environment)
     config.validate()

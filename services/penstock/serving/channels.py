@@ -28,11 +28,15 @@ ResponseT = TypeVar("ResponseT")
 # grpc's type stubs do not know it.
 _END: object = cast("Any", grpc.aio).EOF
 _LOCAL = ChannelConfig()
+_CONNECT_SECONDS = 10.0
 
 
-def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
+def open_channel(
+    address: str, config: ChannelConfig = _LOCAL, *, connect_timeout_seconds: float = _CONNECT_SECONDS
+) -> GrpcChannel:
     """Open a channel to `address` (host:port or a gRPC target). It connects when first used.
 
+    `connect_timeout_seconds`: for the connection of a stream that has its own; gRPC has a limit for all others.
     Raises StartupError when a TLS or token file cannot be read.
     """
     credentials = channel_credentials(config)
@@ -46,7 +50,10 @@ def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
         return grpc.aio.secure_channel(address, credentials, options=options)
 
     return GrpcChannel(
-        connection(channel_options(config)), lambda: connection(joining_options(config)), decorator(config)
+        connection(channel_options(config)),
+        lambda: connection(joining_options(config)),
+        decorator(config),
+        connect_timeout_seconds,
     )
 
 
@@ -154,10 +161,16 @@ class GrpcChannel(grpc.aio.Channel):
         inner: grpc.aio.Channel,
         open_joining: Callable[[], grpc.aio.Channel],
         decorate: Callable[[Metadata], Metadata],
+        connect_timeout_seconds: float,
     ) -> None:
-        """Make it over `inner`. `open_joining` opens the channel of a stream whose writer joins messages that wait."""
+        """Make it over `inner`.
+
+        `open_joining` opens the channel of a stream whose writer joins messages that wait; it has
+        `connect_timeout_seconds` to connect.
+        """
         self._inner = inner
         self._open_joining = open_joining
+        self._connect_timeout = connect_timeout_seconds
         # That channel, once it was needed.
         self._joining: grpc.aio.Channel | None = None
         self._decorate = decorate
@@ -173,13 +186,22 @@ class GrpcChannel(grpc.aio.Channel):
         """Call the bidirectional `method` ("/package.Service/Name").
 
         Here messages are never joined. With `joins` the stream has a connection of its own with a narrow window, so
-        that its writer knows what was not read yet and can join it.
+        that its writer knows what was not read yet and can join it. Raises grpc.aio.AioRpcError (UNAVAILABLE) when that
+        cannot be made in time.
         """
-        channel = self._inner
-        if joins:
-            channel = self._joining = self._joining or self._open_joining()
+        channel = await self._connected_joining() if joins else self._inner
         start = channel.stream_stream(method, request_serializer=_serialized, response_deserializer=parse)
         return GrpcStreamCall(self._with_metadata(start)())
+
+    async def _connected_joining(self) -> grpc.aio.Channel:
+        channel = self._joining = self._joining or self._open_joining()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                await channel.channel_ready()
+        except TimeoutError:
+            why = f"no connection within {self._connect_timeout:g} s"
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, why) from None
+        return channel
 
     def _with_metadata(self, start: Callable[..., Any]) -> Any:
         def call(*requests: Any, metadata: Any = None, **options: Any) -> Any:
@@ -209,9 +231,8 @@ class GrpcChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        if self._joining is not None:
-            await self._joining.close(grace)
-        await self._inner.close(grace)
+        channels = [one for one in (self._joining, self._inner) if one is not None]
+        await asyncio.gather(*(one.close(grace) for one in channels))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._inner.get_state(try_to_connect)

@@ -121,7 +121,8 @@ class Channel(Protocol):
         """Call the bidirectional `method` ("/package.Service/Name"). Raises grpc.aio.AioRpcError.
 
         With `joins` the transport may join the bytes of waiting messages and hand them to `parse` as one: protobuf
-        merges them.
+        merges them. A transport that does not gives the stream a connection of its own, on which the writer notices a
+        reader that is behind, and can join what waits.
         """
 
 
@@ -166,7 +167,8 @@ class Transport(ABC):
     ) -> contextlib.AbstractAsyncContextManager[Channel]:
         """Open a channel to `address` (host:port) for the block; its calls of one request end with it.
 
-        grpc.aio has its own time limit to connect. Raises StartupError when a TLS or token file cannot be read.
+        grpc.aio has its own time limit to connect, but for streams that join. Raises StartupError when a TLS or token
+        file cannot be read.
         """
 
 
@@ -187,7 +189,7 @@ class GrpcTransport(Transport):
     async def open_channel(
         self, address: str, config: ChannelConfig, *, connect_timeout_seconds: float
     ) -> AsyncIterator[Channel]:
-        async with open_channel(address, config) as channel:
+        async with open_channel(address, config, connect_timeout_seconds=connect_timeout_seconds) as channel:
             yield channel
 
 

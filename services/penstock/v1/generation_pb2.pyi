@@ -526,7 +526,8 @@ Global___SessionAbort: _TypeAlias = SessionAbort  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """All output of one engine step for this session. A session with live requests and no message for a heartbeat gets one
+    """All output of one engine step for this session, or of several steps that waited for the reader, in their order: then
+    it may have several events `tokens`, and several deltas of one sequence. A session with live requests and no message for a heartbeat gets one
     without events while the engine makes progress, even during a long step; none comes while a step is overdue.
     """
 
@@ -536,7 +537,7 @@ class SessionResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Engine steps so far."""
+    """Engine steps so far, the last of them included."""
     heartbeat: _builtins.bool
     """Such a message: only a sign of life."""
     @_builtins.property

@@ -84,7 +84,8 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Many requests on one stream; one response message per engine step carries every delta.
+        """Many requests on one stream; one response message carries every delta of an engine step, or of several steps that
+        waited for the reader.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class GenerationServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """One request."""
     Session: _grpc.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]
-    """Many requests on one stream; one response message per engine step carries every delta."""
+    """Many requests on one stream; one response message carries every delta of an engine step, or of several steps that
+    waited for the reader.
+    """
     Score: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]
     """Returns log-probabilities of the request's continuations."""
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
@@ -54,7 +56,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """One request."""
     Session: _aio.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]  # type: ignore[assignment]
-    """Many requests on one stream; one response message per engine step carries every delta."""
+    """Many requests on one stream; one response message carries every delta of an engine step, or of several steps that
+    waited for the reader.
+    """
     Score: _aio.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]  # type: ignore[assignment]
     """Returns log-probabilities of the request's continuations."""
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
@@ -81,7 +85,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.SessionResponse], _abc.AsyncIterator[_generation_pb2.SessionResponse]]:
-        """Many requests on one stream; one response message per engine step carries every delta."""
+        """Many requests on one stream; one response message carries every delta of an engine step, or of several steps that
+        waited for the reader.
+        """
 
     @_abc_1.abstractmethod
     def Score(

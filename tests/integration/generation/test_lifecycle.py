@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -60,6 +62,21 @@ async def rest(call: Any) -> list[Any]:
     while event := await call.read():
         events.append(event)
     return events
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
+async def test_a_services_engine_gives_way_to_event_loops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    step = ModelRunner.execute
+
+    def noted(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return step(self, *args, **kwargs)
+
+    async with generation_service(folder) as running:
+        monkeypatch.setattr(ModelRunner, "execute", noted)
+        assert (await running.generate(request())).error is None
+    assert seen == {os.getpriority(os.PRIO_PROCESS, 0) + 4}
 
 
 async def health(client: Client) -> int:

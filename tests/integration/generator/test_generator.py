@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -35,6 +36,15 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 def used_blocks(generator: Generator) -> int:
     return generator._engine.on_engine(lambda engine: engine.load().kv_blocks_used)
+
+
+def test_a_generators_engine_is_as_nice_as_its_process(generator: Generator) -> None:
+    """In a process of the user's own there is no event loop of a service to give way to."""
+
+    def niceness(_: Any) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert generator._engine.on_engine(niceness) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_text_and_its_ids_give_the_same_answer(generator: Generator, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import factories.servers.tiny_service
 import grpc
 import pytest
-from factories.servers.tiny_service import SERVING, health_of, tiny
+from factories.servers.tiny_service import NAME, SERVING, health_of, tiny
 from penstock.cli.health import run_health
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import StartupError
@@ -56,6 +56,20 @@ async def test_a_token_travels_over_tls(tmp_path: Path) -> None:
     server = ServerConfig(tls_cert=CERT, tls_key=KEY, auth_token_file=token)
     async with tiny(server, ChannelConfig(channel_tls_ca=CA, channel_token_file=token)) as (_, _, stub):
         assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
+
+
+async def test_a_stream_with_its_own_connection_has_token_and_tls_too(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("abc\n")
+    token = str(tmp_path / "token")
+    server = ServerConfig(tls_cert=CERT, tls_key=KEY, auth_token_file=token)
+    known = ChannelConfig(channel_tls_ca=CA, channel_token_file=token)
+    async with tiny(server) as (_, running, _), open_channel(running.address, known) as channel:
+        call = await channel.open_stream(f"/{NAME}/DecodeStream", pb.DecodeStreamResponse.FromString, joins=True)
+        await call.write(pb.DecodeStreamRequest(items=[pb.DecodeStreamItem(stream_id=3)]))
+        answer = await call.receive()
+        assert answer is not None
+        assert answer.detokenize_seconds == 1
+        call.cancel()
 
 
 async def test_metrics_are_served_over_tls_too() -> None:

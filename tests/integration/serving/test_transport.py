@@ -15,10 +15,11 @@ from grpc_health.v1 import health_pb2
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.common.request_context import REQUEST_ID_KEY
+from penstock.generation.delivery.streams import SessionStream
 from penstock.serving.channels import until_serving, watch_health
 from penstock.serving.transport import CheckedCall, ServerCall, make_transport
+from penstock.v1 import generation_pb2, tokenizer_pb2_grpc
 from penstock.v1 import tokenizer_pb2 as pb
-from penstock.v1 import tokenizer_pb2_grpc
 
 DECODE_STREAM = "/penstock.v1.TokenizerService/DecodeStream"
 PARSE = pb.DecodeStreamResponse.FromString
@@ -290,6 +291,37 @@ async def test_joined_messages_hold_the_same(setting: Setting) -> None:
     assert got == [str(number) for number in range(200)]
 
 
+async def test_a_writer_that_joins_what_waits_notices_a_reader_that_is_behind(setting: Setting) -> None:
+    """On grpc 64 KiB lay between the two: a step's tokens waited until a hundred messages before them were read."""
+    session, steps, large = SessionStream(bound=1000), 100, 40
+
+    async def handle(requests: Any, call: ServerCall) -> None:
+        # gRPC measures the connection, and widens its windows.
+        event = generation_pb2.SessionEvent(request_id="r" * (256 << 10))
+        for _ in range(large):
+            await call.write(generation_pb2.SessionResponse(events=[event]))
+        await anext(aiter(requests))
+        async for message in session.buffer:
+            await call.write(message)
+
+    setting.servicer.handle = handle
+    call = await setting.channel.open_stream(DECODE_STREAM, generation_pb2.SessionResponse.FromString, joins=True)
+    received = [await call.receive() for _ in range(large)] if setting.config.transport == "grpc" else []
+    assert all(message is not None for message in received)
+    await call.write(pb.DecodeStreamRequest())
+    for step in range(1, steps + 1):
+        events = [generation_pb2.SessionEvent(request_id="r" * 32)] * 16
+        session.buffer.put(generation_pb2.SessionResponse(step=step, events=events))
+        # So that the writer takes each, where it can.
+        await asyncio.sleep(0.002)
+    session.buffer.close()
+    read: list[generation_pb2.SessionResponse] = []
+    await call.run(read.append)
+    assert read[-1].step == steps
+    assert sum(len(message.events) for message in read) == 16 * steps + (0 if received else large)
+    assert len(read) <= 12 + (0 if received else large)
+
+
 async def test_run_raises_the_status_of_the_call(setting: Setting) -> None:
     async def handle(_: Any, call: ServerCall) -> None:
         await call.write(answer(1))
@@ -366,6 +398,19 @@ async def test_health_is_followed(setting: Setting) -> None:
         await setting.health.set("it", status.SERVING)
         assert await anext(updates)
     assert await waiting
+
+
+async def test_a_stream_with_its_own_connection_is_there_once_that_is() -> None:
+    """Else a backend that lets no further connection in would be sent requests."""
+    config = ServerConfig(transport="grpc")
+    silent = await asyncio.start_server(lambda _, __: None, "127.0.0.1", 0)
+    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with (
+        silent,
+        make_transport(config).open_channel(address, ChannelConfig(), connect_timeout_seconds=0.2) as channel,
+    ):
+        error = await failure_of(channel.open_stream(DECODE_STREAM, PARSE, joins=True))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("transport", ["grpc", "asyncio"])

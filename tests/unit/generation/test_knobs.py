@@ -101,3 +101,14 @@ def copied(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.keyword) and isinstance(node.value, ast.Attribute) and node.arg == node.value.attr:
             yield node.arg
+
+
+def test_threads_that_compute_give_way_on_a_cpu_unless_they_are_told() -> None:
+    def niceness(*, on_cpu: bool, **given: int) -> int:
+        return GenerationServiceConfig(model="m", **given).niceness(on_cpu=on_cpu)  # type: ignore[arg-type]
+
+    assert niceness(on_cpu=True) == 4
+    # The thread that feeds an accelerator, or the other ranks, is waited for.
+    assert niceness(on_cpu=False) == niceness(on_cpu=True, tensor_parallel=2) == 0
+    assert niceness(on_cpu=True, compute_nice=0) == 0
+    assert niceness(on_cpu=False, compute_nice=7) == 7

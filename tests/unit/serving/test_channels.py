@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.request_context import accept_request_id
-from penstock.serving.grpc_options import channel_options, server_options
+from penstock.serving.grpc_options import channel_options, joining_options, server_options
 
 
 def test_a_harmless_request_id_is_kept() -> None:
@@ -18,7 +18,11 @@ def test_anything_else_is_replaced_by_a_new_one() -> None:
 
 
 def test_no_option_is_given_twice() -> None:
-    for options in (server_options(ServerConfig()), channel_options(ChannelConfig())):
+    for options in (
+        server_options(ServerConfig()),
+        channel_options(ChannelConfig()),
+        joining_options(ChannelConfig()),
+    ):
         names = [name for name, _ in options]
         assert len(names) == len(set(names))
 

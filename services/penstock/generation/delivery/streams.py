@@ -103,14 +103,17 @@ class LocalStream:
 
 
 class SessionStream:
-    """OutputStream of `Session`: one message per engine step. A request of it ends with `finished` or with `error`."""
+    """OutputStream of `Session`: one message per engine step, or per several that waited for the reader.
+
+    A request of it ends with `finished` or with `error`.
+    """
 
     is_session = True
     takes_parts = False
 
     def __init__(self, bound: int) -> None:
         """At most `bound` messages wait for the reader; beyond that the session ends RESOURCE_EXHAUSTED."""
-        self.buffer: MessageBuffer[convert.SessionResponse] = MessageBuffer(bound, _joined)
+        self.buffer: MessageBuffer[convert.SessionResponse] = MessageBuffer(bound, _join_waiting)
         self._makers: dict[str, DeltaMaker] = {}
         # Work that prepares a request for the engine -> the request's deltas.
         self._preparing: dict[asyncio.Task[None], DeltaMaker] = {}
@@ -227,13 +230,13 @@ class SessionStream:
         self._settle()
 
 
-def _joined(first: convert.SessionResponse, second: convert.SessionResponse) -> bool:
-    """Add the events of the next message to `first`; False where that would be too much for one message."""
-    if first.ByteSize() + second.ByteSize() > _MOST_JOINED_BYTES:
-        return False
-    first.events.MergeFrom(second.events)
-    first.step, first.heartbeat = second.step, False
-    return True
+def _join_waiting(first: convert.SessionResponse, waiting: deque[convert.SessionResponse]) -> None:
+    """Take messages that wait behind `first` into it, as far as one message has room."""
+    room = _MOST_JOINED_BYTES - first.ByteSize()
+    while waiting and (room := room - waiting[0].ByteSize()) >= 0:
+        step = waiting.popleft()
+        first.events.MergeFrom(step.events)
+        first.step, first.heartbeat = step.step, False
 
 
 M = TypeVar("M")
@@ -242,12 +245,12 @@ M = TypeVar("M")
 class MessageBuffer(Generic[M]):
     """Messages that wait for a stream's reader. Beyond `bound` the reader is cut off and the buffer cleared."""
 
-    def __init__(self, bound: int, join: Callable[[M, M], bool] | None = None) -> None:
-        """Make it. `join` adds a waiting message to the one before it, so that a reader that is behind has fewer to read;
-        False: it has no room for it.
+    def __init__(self, bound: int, join_waiting: Callable[[M, deque[M]], None] | None = None) -> None:
+        """Make it. `join_waiting` takes messages that wait behind one into it: a reader that is behind has fewer to
+        read.
         """
         self._bound = bound
-        self._join = join
+        self._join_waiting = join_waiting
         self._messages: deque[M] = deque()
         self._wakeup = asyncio.Event()
         self._closed = False
@@ -303,9 +306,7 @@ class MessageBuffer(Generic[M]):
             raise self._error
 
     def _next(self) -> M:
-        messages, join = self._messages, self._join
-        message = messages.popleft()
-        if join is not None:
-            while messages and join(message, messages[0]):
-                messages.popleft()
+        message = self._messages.popleft()
+        if self._messages and self._join_waiting is not None:
+            self._join_waiting(message, self._messages)
         return message

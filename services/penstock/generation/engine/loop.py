@@ -302,7 +302,9 @@ class EngineLoop:
         if self._nice and sys.platform == "linux":
             # On Linux niceness belongs to a thread. OpenMP's threads are started by this one and inherit it.
             thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
+            # A sandbox may forbid it.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
         watch = self._engine.watch
         try:
             while self._wait_for_work():

@@ -77,7 +77,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[generation_pb2.SessionRequest], context: Context
     ) -> None:
-        """Read commands, and send one message per engine step."""
+        """Read commands, and send one message per engine step, or per several that waited for the reader."""
         core = self._lifecycle.loaded()
         session = SessionStream(core.config.max_pending_messages)
         reader = asyncio.create_task(self._read(request_iterator, session, deadline_of(context)))

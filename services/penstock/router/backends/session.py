@@ -1,6 +1,6 @@
-"""Session stream to one backend: many requests on it, one message per engine step.
+"""Session stream to one backend: many requests on it, one message for an engine step or a few.
 
-The path of every token begins here. A step's message is walked once, its ids go to the tokenizer as one message, and
+The path of every token begins here. A message is walked once, its ids go to the tokenizer as one message, and
 there is no task or await for a single token.
 """
 

@@ -456,3 +456,50 @@ async def test_a_request_holds_its_adapter_until_its_last_word() -> None:
     assert counts.counts == {adapter: 1}
     harness.hub.fail_all(Internal("broken", reason="ENGINE_FAILED"))
     assert counts.counts == {adapter: 0}
+
+
+async def test_steps_that_wait_for_a_sessions_reader_share_a_message() -> None:
+    harness = Harness()
+    session = harness.session("a")
+    harness.step(("a", {"started": StartedOutput(0), "deltas": (delta(0, 5),)}))
+    for seq in range(1, 6):
+        harness.step(("a", {"deltas": (delta(seq, 5 + seq),)}))
+    session.refuse(9, "b", 1, InvalidArgument("config", "is wrong"))
+    session.buffer.close()
+    (message,) = await drained(session.buffer)
+    assert [event.WhichOneof("event") for event in message.events] == ["started", *["delta"] * 6, "error"]
+    assert [event.delta.seq for event in message.events[1:-1]] == list(range(6))
+    assert (message.step, message.heartbeat) == (9, False)
+
+
+async def test_a_heartbeat_that_waits_goes_with_the_step_behind_it() -> None:
+    harness = Harness()
+    session = harness.session("a")
+    session.beat(6)
+    session.beat(6)
+    harness.step(("a", {"started": StartedOutput(0)}))
+    session.buffer.close()
+    (message,) = await drained(session.buffer)
+    assert (len(message.events), message.step, message.heartbeat) == (1, 7, False)
+
+
+async def test_a_shared_message_is_not_larger_than_its_bound() -> None:
+    harness = Harness()
+    session = harness.session("a", bound=100)
+    for seq in range(90):
+        harness.step(("a", {"deltas": (delta(seq, *range(100_000, 101_000)),)}))
+    session.buffer.close()
+    messages = await drained(session.buffer)
+    # Each step is some 3 KiB.
+    assert all(32 << 10 < message.ByteSize() <= 64 << 10 for message in messages[:-1])
+    assert [event.delta.seq for message in messages for event in message.events] == list(range(90))
+
+
+async def test_a_requests_own_stream_has_one_message_for_each_event() -> None:
+    harness = Harness()
+    stream = harness.stream("a")
+    harness.step(("a", {"started": StartedOutput(0), "deltas": (delta(0, 5),)}))
+    harness.step(("a", {"deltas": (delta(1, 6),)}))
+    stream.buffer.close()
+    kinds = [message.WhichOneof("event") for message in await drained(stream.buffer)]
+    assert kinds == ["started", "delta", "delta"]
