@@ -165,7 +165,7 @@ class GrpcChannel(grpc.aio.Channel):
     ) -> None:
         """Make it over `inner`.
 
-        `open_joining` opens the channel of a stream whose writer joins messages that wait; it has
+        `open_joining` opens the channel of a stream with a writer that joins messages that wait; it has
         `connect_timeout_seconds` to connect.
         """
         self._inner = inner
@@ -231,8 +231,12 @@ class GrpcChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        channels = [one for one in (self._joining, self._inner) if one is not None]
-        await asyncio.gather(*(one.close(grace) for one in channels))
+        # One after the other and in this task: a call on a closed channel must not begin in between.
+        try:
+            if self._joining is not None:
+                await self._joining.close(grace)
+        finally:
+            await self._inner.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._inner.get_state(try_to_connect)

@@ -9,7 +9,7 @@ from penstock.common.config import ServerConfig, TransportConfig
 from penstock.http2.metadata import MAX_METADATA_BYTES
 
 Options = list[tuple[str, int | str]]
-# Bytes that may lie unread on a stream whose writer joins what waits: some ten steps of some dozens of requests.
+# Bytes that may lie unread on a stream with a writer that joins what waits: some ten steps of some dozens of requests.
 _JOINING_WINDOW_BYTES = 4096
 
 
@@ -58,7 +58,7 @@ def channel_options(config: TransportConfig) -> Options:
 
 
 def joining_options(config: TransportConfig) -> Options:
-    """Options for the channel of one stream whose writer joins what waits for its reader.
+    """Options for the channel of one stream with a writer that joins what waits for its reader.
 
     Such a writer has to notice that the reader is behind. In the usual window (64 KiB, or more once grpc has measured
     the connection) a hundred small messages may lie between the two, and each waits for all before it.
