@@ -527,8 +527,9 @@ Global___SessionAbort: _TypeAlias = SessionAbort  # noqa: Y015
 @_typing.final
 class SessionResponse(_message.Message):
     """All output of one engine step for this session, or of several steps that waited for the reader, in their order: then
-    it may have several events `tokens`, and several deltas of one sequence. A session with live requests and no message for a heartbeat gets one
-    without events while the engine makes progress, even during a long step; none comes while a step is overdue.
+    it may have several events `tokens`, and several deltas of one sequence. A session with live requests and no message
+    for a heartbeat gets one without events while the engine makes progress, even during a long step; none comes while a
+    step is overdue.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -1,7 +1,7 @@
 """Session stream to one backend: many requests on it, one message for an engine step or a few.
 
-The path of every token begins here. A message is walked once, its ids go to the tokenizer as one message, and
-there is no task or await for a single token.
+The path of every token begins here. A message is walked once, its ids go to the tokenizer as one message, and there is
+no task or await for a single token.
 """
 
 from __future__ import annotations

@@ -127,6 +127,17 @@ async def test_the_thread_is_as_nice_as_it_is_told_and_no_other() -> None:
     await asyncio.to_thread(bench.loop.stop)
 
 
+async def test_a_sandbox_that_forbids_niceness_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    bench = Bench(FakeRunner(engine_config()), nice=3)
+    bench.loop.start()
+    assert await asyncio.wrap_future(bench.loop.run_on_engine(lambda _: 7)) == 7
+    await asyncio.to_thread(bench.loop.stop)
+
+
 async def test_an_idle_engine_takes_no_step() -> None:
     async with running() as bench:
         bench.loop.submit(item := request([1], max_new_tokens=2))
