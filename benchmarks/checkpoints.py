@@ -219,11 +219,19 @@ GPT_OSS = Shape(
         "num_local_experts": 16,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
-        "max_position_embeddings": 32_768,
+        "max_position_embeddings": 131_072,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1.5e5,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
     },
 )
 SHAPES = {
