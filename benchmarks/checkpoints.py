@@ -205,7 +205,8 @@ GEMMA4 = Shape(
         "pad_token_id": None,
     },
 )
-# A layer is gpt-oss-20b's; 4 of 24 layers, and half of its experts.
+# A layer is gpt-oss-20b's; 4 of 24 layers, and half of its experts. vLLM starts none without YaRN's fields: a folder
+# that was made without them has to be deleted.
 GPT_OSS = Shape(
     "GptOss",
     {

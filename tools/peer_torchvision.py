@@ -23,7 +23,7 @@ _BEFORE = "@functools.lru_cache(None)"
 
 
 def main() -> None:
-    """Raises SystemExit where there is no torchvision, or one of another form."""
+    """Declare them. Raises SystemExit where there is no torchvision, or one of another form."""
     spec = find_spec("torchvision")
     if spec is None or spec.origin is None:
         raise SystemExit("this environment has no torchvision")
