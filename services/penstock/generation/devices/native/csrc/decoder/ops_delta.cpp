@@ -19,14 +19,15 @@ struct HeadTask {
   int64_t sequence, first, last;
 };
 
-// Rows of a sequence from which on each of its heads is a task; and the least tasks for a thread.
+// Rows of a sequence from which on each of its heads is a task; and how many tasks there are for a
+// thread, if the heads are enough.
 constexpr int64_t LONG_ROWS = 8, TASKS_EACH = 4;
 
 // All heads of all sequences, those of many rows first: a prompt beside sequences of one row takes
-// nearly all of the time, so threads could not share it by numbers of sequences.
+// most of the time, so threads could not share it by numbers of sequences.
 std::vector<HeadTask> head_tasks(const int32_t* starts, int64_t sequences, int64_t heads) {
-  const int64_t parts =
-      std::clamp<int64_t>(TASKS_EACH * at::get_num_threads() / sequences, 1, heads);
+  const int64_t wanted = TASKS_EACH * at::get_num_threads(),
+                parts = std::clamp<int64_t>((wanted + sequences - 1) / sequences, 1, heads);
   std::vector<HeadTask> tasks;
   for (const bool is_long : {true, false})
     for (int64_t s = 0; s < sequences; ++s) {
