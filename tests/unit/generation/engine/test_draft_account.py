@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from factories.engine.fake_engine import engine_config, make_engine, request, run
+from factories.engine.fake_engine import FakeRunner, engine_config, make_engine, request, run
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.draft_account import DraftAccount
 
@@ -76,10 +78,18 @@ def test_an_engines_lookups_pause_where_nothing_is_accepted_and_change_no_id() -
     # Every second token is 7, so that each step finds a match, and what follows differs.
     script = {place: 7 if place % 2 else 100 + place for place in range(120)}
     config = engine_config(num_blocks=100, max_batch_tokens=400)
-    plain, runner = make_engine(config, script=script)
+    plain, _ = make_engine(config, script=script)
     item = request([7, 50, 7, 51, 7], max_new_tokens=120)
     expected = run(plain, item)[item.request_id].ids
-    engine, runner = make_engine(config, script=script)
+    # By the real clock a step without a model takes as long with drafts as without.
+    runners: list[FakeRunner] = []
+    begun = time.monotonic()
+
+    def clock() -> float:
+        return begun + sum(1.0 + 0.1 * (step.num_tokens - 1) for runner in runners for step in runner.steps)
+
+    engine, runner = make_engine(config, script=script, clock=clock)
+    runners.append(runner)
     asked = request(
         [7, 50, 7, 51, 7],
         max_new_tokens=120,
