@@ -247,15 +247,17 @@ async def test_a_network_beyond_its_pace_waits_a_while_and_others_do_not(monkeyp
         await until(lambda: len(arrivals._waiting.get(THERE, ())) > 0 and listener.num_opening == 200)
         await until(lambda: not arrivals._is_turn_taken)
         waiting = list(arrivals._waiting[THERE])
-        assert len(waiting) > 100
+        assert len(waiting) > 50
         other = _caller(HERE, port)
         callers.append(other)
         other.sendall(_hello())
         await until(lambda: any(one.network == HERE and one.transport is not None for one in arrivals._all))
         await until(lambda: not arrivals._is_turn_taken)
         assert list(arrivals._waiting[THERE]) == waiting
+        # What the last one's work goes beyond the pace by depends on the machine.
+        assert (delay := pace.delay(THERE)) > 0
         # Time for one of them, or for a few that open quickly: the pace says 0.01 s for a millisecond.
-        now += 0.011
+        now += delay + 0.011
         arrivals._next()
         left = list(arrivals._waiting[THERE])
         begun = len(waiting) - len(left)
