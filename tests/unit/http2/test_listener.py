@@ -255,7 +255,8 @@ async def test_a_network_beyond_its_pace_waits_a_while_and_others_do_not(monkeyp
         await until(lambda: not arrivals._is_turn_taken)
         assert list(arrivals._waiting[THERE]) == waiting
         # What the last one's work goes beyond the pace by depends on the machine.
-        assert (delay := pace.delay(THERE)) > 0
+        delay = pace.delay(THERE)
+        assert delay > 0
         # Time for one of them, or for a few that open quickly: the pace says 0.01 s for a millisecond.
         now += delay + 0.011
         arrivals._next()

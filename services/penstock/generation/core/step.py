@@ -109,7 +109,7 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """Number of rows of the forward pass."""
-        return sum(entry.num_tokens for entry in self.scheduled)
+        return sum([entry.num_tokens for entry in self.scheduled])
 
 
 @dataclass(slots=True)

@@ -187,6 +187,14 @@ class BlockTables:
             blocks[table.num_released] = _ANY
             table.num_released += 1
 
+    def is_writable(self, sequence: Sequence, end: int) -> bool:
+        """True when `make_writable` up to token `end` has nothing to do, as in most steps of decoding."""
+        length = -(-end // self._block_size)
+        for table in sequence.tables:
+            if len(table.blocks) < length:
+                return False
+        return bool(sequence.tables) and self._shared_block(sequence) is None
+
     def blocks_to_write(self, sequence: Sequence, end: int) -> int:
         """Number of free blocks that `make_writable` up to token `end` takes."""
         lacking = self.blocks_to_extend(sequence, end)

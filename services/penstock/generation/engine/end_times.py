@@ -66,16 +66,14 @@ class EndTimes:
         self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
         # Latest starts: a request that starts later cannot end before its deadline.
         self._latest_starts: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        # Time before which no request has to end; it may be earlier than the first that has to. A plain attribute,
+        # since each step reads it.
+        self.earliest = math.inf
 
     @property
     def have_latest_starts(self) -> bool:
         """True while a request with a latest start waits."""
         return bool(self._latest_starts)
-
-    @property
-    def earliest(self) -> float:
-        """Time before which no request has to end; it may be earlier than the first that has to."""
-        return min(queue.earliest for queue in (self._deadlines, self._max_times, self._latest_starts))
 
     def accept(self, group: SequenceGroup) -> None:
         """Note a request that begins to wait."""
@@ -87,6 +85,7 @@ class EndTimes:
         # A request without enough time from the start begins all the same: its caller may want the first tokens.
         if latest_start > request.arrival_time and must_end_in_time(request):
             self._latest_starts.set(group, latest_start)
+        self._note_earliest()
 
     def begin(self, group: SequenceGroup) -> None:
         """Note that a request is admitted: its max_time counts from its first step."""
@@ -94,6 +93,7 @@ class EndTimes:
         max_time, scheduled_at = group.request.params.max_time, group.report.scheduled_at
         if max_time is not None and scheduled_at is not None:
             self._max_times.set(group, scheduled_at + max_time)
+            self._note_earliest()
 
     def forget(self, group: SequenceGroup) -> None:
         """Forget a request that has ended."""
@@ -106,12 +106,16 @@ class EndTimes:
         for group in self._deadlines.due(now):
             stage = "queue" if group.report.scheduled_at is None else "generation"
             yield group, _too_late("the deadline passed", stage)
+        # Those that have ended by now are not among them.
         for group in self._latest_starts.due(now):
             yield group, wait_too_long()
+        self._note_earliest()
 
     def over_max_time(self, now: float) -> Iterator[SequenceGroup]:
         """Yield requests that have reached their max_time."""
-        yield from self._max_times.due(now)
+        due = self._max_times.due(now)
+        self._note_earliest()
+        yield from due
 
     def is_hopeless(self, group: SequenceGroup, now: float, step_seconds: float) -> bool:
         """True for a waiting request that must end in time, and cannot at this speed."""
@@ -119,6 +123,9 @@ class EndTimes:
         if deadline is None or group not in self._latest_starts:
             return False
         return now > group.expected.latest_start(deadline, step_seconds)
+
+    def _note_earliest(self) -> None:
+        self.earliest = min(self._deadlines.earliest, self._max_times.earliest, self._latest_starts.earliest)
 
 
 def wait_too_long() -> DeadlineExceeded:

@@ -185,7 +185,7 @@ class Engine:
         strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
         sequences, preset_events = strategy.start()
         key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))
-        pace = self._pace(self._scheduler.num_running_sequences)
+        pace = self._pace(self._scheduler.num_running_sequences, self._clock())
         demand = demand_of(self.config, request, self._modes.most_sequences(request.params))
         group = SequenceGroup(
             request,
@@ -219,17 +219,18 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run at most one forward pass. Return outputs by request, of this step and of calls before it."""
         started = self._clock()
-        self._end_overdue(started)
-        if self._end_times.have_latest_starts:
+        scheduler, stats, waiting = self._scheduler, self.stats, self._scheduler.waiting
+        if started > self._end_times.earliest:
+            self._end_overdue(started)
+        if len(waiting) and self._end_times.have_latest_starts:
             self._end_hopeless(started)
-        rejected, hits = self.stats.rejected_draft_tokens, self.stats.prefix_hit_tokens
-        generated = self.stats.generated_tokens
-        self._scheduler.waiting.now = started
-        self._scheduler.resting = self._resting()
-        output = self._scheduler.schedule()
+        rejected, hits, generated = stats.rejected_draft_tokens, stats.prefix_hit_tokens, stats.generated_tokens
+        waiting.now = started
+        scheduler.resting = self._resting()
+        output = scheduler.schedule()
         if output.scheduled:
             for hear_scheduled in self._listeners.scheduled:
-                hear_scheduled(self._scheduler, output)
+                hear_scheduled(scheduler, output)
             self._note_admitted(started)
             num_tokens = self.watch.num_tokens
             scheduled = self._clock()
@@ -241,15 +242,18 @@ class Engine:
             if output.copies:
                 for hear_copied in self._listeners.copied:
                     hear_copied(output, result)
-            if self._scheduler.host is not None:
+            if scheduler.host is not None:
                 self._measure_copies(output, result, executed - scheduled)
-            progress = self._scheduler.update(result)
+            progress = scheduler.update(result)
             for group, sampled in progress:
                 self._advance(group, sampled, result)
-            updated = self._clock()
-            drafted = self._draft(group for group, _ in progress if group.state is not GroupState.GONE)
-            draft_seconds = self._clock() - updated if drafted else 0.0
-            ended = self._clock()
+            updated = ended = self._clock()
+            draft_seconds = 0.0
+            if self._drafter is not None and self._draft(
+                group for group, _ in progress if group.state is not GroupState.GONE
+            ):
+                ended = self._clock()
+                draft_seconds = ended - updated
             sample = StepSample(
                 num_sequences=len(output.scheduled),
                 num_tokens=num_tokens,
@@ -259,18 +263,16 @@ class Engine:
                 draft_seconds=draft_seconds,
             )
             for hear_stepped in self._listeners.stepped:
-                hear_stepped(self._scheduler, sample, started, ended)
+                hear_stepped(scheduler, sample, started, ended)
             # Tokens from the prefix cache count, as they do in the cost of requests. Wrong drafts do not.
-            tokens = num_tokens + self.stats.prefix_hit_tokens - hits
-            self._measure(
-                started, tokens - self.stats.rejected_draft_tokens + rejected, self.stats.generated_tokens > generated
-            )
-        elif self._scheduler.disk is not None and self._scheduler.has_work:
-            self._scheduler.disk.wait()
-        self._leaves_waiting = self._scheduler.waiting.num_pressing > 0
-        if not self._scheduler.has_work:
+            tokens = num_tokens + stats.prefix_hit_tokens - hits - stats.rejected_draft_tokens + rejected
+            self._measure(started, tokens, stats.generated_tokens > generated)
+        elif scheduler.disk is not None and scheduler.has_work:
+            scheduler.disk.wait()
+        self._leaves_waiting = waiting.num_pressing > 0
+        if not scheduler.has_work:
             self._last_step_end = None
-            self._forget(self._scheduler.go_idle())
+            self._forget(scheduler.go_idle())
         return self._take_outputs()
 
     @property
@@ -462,21 +464,26 @@ class Engine:
     def load(self) -> EngineLoad:
         """Return queue lengths and pool use. O(running requests)."""
         pool, waiting, running = self._scheduler.pool, self._scheduler.waiting, self._scheduler.running
-        running_sequences = self._scheduler.num_running_sequences
+        running_sequences, pending, now = 0, waiting.prompt_tokens, self._clock()
+        for group in running:
+            running_sequences += group.strategy.width
+            pending += group.pending_prompt_tokens
+        free, evictable = pool.num_free, pool.num_evictable
+        # By position: it is made in every step.
         load = EngineLoad(
-            waiting_requests=len(waiting),
-            running_requests=len(running),
-            running_sequences=running_sequences,
-            idle_only_requests=waiting.num_idle_only,
-            kv_blocks_total=pool.num_blocks,
-            kv_blocks_free=pool.num_free - pool.num_evictable,
-            kv_blocks_used=pool.num_used,
-            kv_blocks_evictable=pool.num_evictable,
-            group_blocks_used=pool.used_by_group,
-            pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
-            step=self.stats.steps,
-            pace=self._pace(running_sequences),
-            measured_at=self._clock(),
+            len(waiting),
+            len(running),
+            running_sequences,
+            waiting.num_idle_only,
+            pool.num_blocks,
+            free - evictable,
+            pool.num_blocks - free,
+            evictable,
+            pool.used_by_group,
+            pending,
+            self.stats.steps,
+            self._pace(running_sequences, now),
+            now,
         )
         if self._scheduler.host is None:
             return load
@@ -712,7 +719,7 @@ class Engine:
         """True for a request that was there in a pause: the time that it took says nothing about the pace."""
         return group.request.arrival_time < self._paused_until
 
-    def _pace(self, running_sequences: int) -> Pace:
+    def _pace(self, running_sequences: int, now: float) -> Pace:
         waiting = self._scheduler.waiting
         # Requests that came since the last step wait only for the next one, if there are places.
         num_coming = 0 if self._leaves_waiting else waiting.num_pressing
@@ -722,7 +729,7 @@ class Engine:
         free_places = max(self.config.max_running_sequences - running_sequences - num_coming, 0)
         is_idle = not self._scheduler.has_work or waiting.is_idle_alone
         return self._meter.pace(
-            waiting.waiting_tokens, self._clock(), 0 if self._leaves_waiting else free_places, is_idle=is_idle
+            waiting.waiting_tokens, now, 0 if self._leaves_waiting else free_places, is_idle=is_idle
         )
 
     def _take_outputs(self) -> list[RequestOutput]:

@@ -28,6 +28,7 @@ from penstock.generation.engine.swap_or_recompute import SwapPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Sequence as Seq
 
     from penstock.generation.core.block_store import BlockStore
     from penstock.generation.core.sequence import Sequence
@@ -455,12 +456,14 @@ class Scheduler:
             return False
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        while self.tables.blocks_to_write(sequence, end) > self.pool.num_free:
-            victim = self._victims.victim()
-            self._preempt(victim)
-            if victim is group:
-                return False
-        copies = self.tables.make_writable(sequence, end)
+        copies: Seq[tuple[int, int]] = ()
+        if not self.tables.is_writable(sequence, end):
+            while self.tables.blocks_to_write(sequence, end) > self.pool.num_free:
+                victim = self._victims.victim()
+                self._preempt(victim)
+                if victim is group:
+                    return False
+            copies = self.tables.make_writable(sequence, end)
         self._plan.add(group, sequence, start, num_tokens, group.drawing(sequence, end), copies)
         # A row of output seldom fills a block that another sequence could use in this very step.
         if num_tokens > 1 or end <= sequence.num_prompt_tokens:

@@ -117,6 +117,8 @@ class EngineLoad(NamedTuple):
     step: int = 0
     # Speed, and the tokens that wait.
     pace: Pace = Pace()
+    # Time of these figures on the engine's clock.
+    measured_at: float = 0.0
     # The host pool; all 0: there is none.
     host_blocks_total: int = 0
     host_blocks_free: int = 0
@@ -124,8 +126,6 @@ class EngineLoad(NamedTuple):
     host_blocks_evictable: int = 0
     # Waiting requests with their blocks in the host pool.
     swapped_requests: int = 0
-    # Time of these figures on the engine's clock.
-    measured_at: float = 0.0
 
     @property
     def kv_usage(self) -> float:

@@ -76,10 +76,11 @@ class ParallelSampling(DecodingStrategy):
         self._criteria = criteria
         self._next_seq_id = next_seq_id
         self._tracks: dict[Sequence, Track] = {}
+        self._branches = _branches(request.params)
 
     @property
     def width(self) -> int:
-        return len(self._tracks) * _branches(self._request.params)
+        return len(self._tracks) * self._branches
 
     @override
     def start(self) -> tuple[list[Sequence], list[Emission]]:

@@ -113,7 +113,7 @@ class FairQueue:
     @property
     def num_idle_only(self) -> int:
         """Number of groups that use idle capacity only, waiting or not."""
-        return self._live[IDLE_TENANT]
+        return self._live[IDLE_TENANT] if self.has_idle_only else 0
 
     @property
     def is_idle_alone(self) -> bool:
@@ -133,13 +133,14 @@ class FairQueue:
         # The only tenant, or none.
         for tenant in self._live:
             if tenant != IDLE_TENANT:
-                return self.has_others(tenant)
+                return self._had_others(tenant)
         return False
 
     def has_others(self, tenant: str) -> bool:
         """True when another tenant has a request, or had one a short time ago."""
-        if len(self._live) - self.has_idle_only > (tenant in self._live):
-            return True
+        return len(self._live) - self.has_idle_only > (tenant in self._live) or self._had_others(tenant)
+
+    def _had_others(self, tenant: str) -> bool:
         other = self._last_other if self._last[0] == tenant else self._last
         return other[1] >= max(self.now, self._last[1]) - self._memory_seconds
 

@@ -26,9 +26,14 @@ class FairTurns:
         # Mean time of light steps, with more weight on the shorter ones; 0: there was none.
         self._light_seconds = 0.0
         self._light_steps_left = 0
+        # The last full step's time, and the least one then; None: counted. Most engines have one tenant: nobody asks.
+        self._full: tuple[float, float] | None = None
 
     def choose(self, widths: Mapping[str, int]) -> frozenset[str]:
         """Return the tenants that rest in the next step. `widths`: running sequences of each that has a request."""
+        if self._full is not None:
+            self._plan_light(*self._full)
+            self._full = None
         if not self._light_steps_left or len(widths) < 2:
             return frozenset()
         total, others = sum(widths.values()), len(widths) - 1
@@ -47,6 +52,9 @@ class FairTurns:
             weight = _SHORTER_WEIGHT if seconds < known else _LONGER_WEIGHT
             self._light_seconds = known + weight * (seconds - known)
             return
+        self._full = seconds, least_step_seconds
+
+    def _plan_light(self, seconds: float, least_step_seconds: float) -> None:
         light = self._light_seconds or least_step_seconds
         if self._slowdown and light:
             # (full + n light) / (n + 1) is the slowdown times light.
