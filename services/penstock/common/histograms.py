@@ -26,6 +26,8 @@ class StepHistogram(Collector):
         self._sum = 0.0
         # Bucket's place -> the last traced observation in it. In the OpenMetrics format only.
         self._exemplars: dict[int, Exemplar] = {}
+        # The last value of `observe_one`, and the number of times that it came in a row; not in `_counts` yet.
+        self._last_one, self._num_last = 0.0, 0
         self._lock = Lock()
         registry.register(self)
 
@@ -34,6 +36,18 @@ class StepHistogram(Collector):
         with self._lock:
             self._counts[bisect_left(self._bounds, value)] += count
             self._sum += value * count
+
+    def observe_one(self, value: float) -> None:
+        """Record `value`. Of equal ones in a row, as of the sequences in one step, only the first takes a look at the
+        buckets. For one thread of all."""
+        if value == self._last_one:
+            self._num_last += 1
+            return
+        with self._lock:
+            if self._num_last:
+                self._counts[bisect_left(self._bounds, self._last_one)] += self._num_last
+                self._sum += self._last_one * self._num_last
+            self._last_one, self._num_last = value, 1
 
     def observe_traced(self, value: float, trace_id: str) -> None:
         """Record an observation of a request; its trace, if it has one, becomes the exemplar of its bucket."""
@@ -46,7 +60,9 @@ class StepHistogram(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the family with cumulative buckets."""
         with self._lock:
-            counts, total, exemplars = list(self._counts), self._sum, dict(self._exemplars)
+            counts, exemplars, num_last = list(self._counts), dict(self._exemplars), self._num_last
+            counts[bisect_left(self._bounds, self._last_one)] += num_last
+            total = self._sum + self._last_one * num_last
         cumulative = 0
         buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         for place, (bound, count) in enumerate(zip([*self._bounds, float("inf")], counts, strict=True)):

@@ -214,7 +214,7 @@ class RequestState:
         last = sequence.last_text_at
         sequence.last_text_at = now
         if last is not None:
-            self._metrics.inter_token.observe(now - last)
+            self._metrics.inter_token.observe_one(now - last)
         else:
             text = self._healed_text + text
             if self.timings.first_token_at is None and piece.token_ids:
