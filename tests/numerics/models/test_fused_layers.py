@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from penstock.generation.attention.attention_keeper import AttentionKeeper, Kept
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.kv_shape import KVShape
+from penstock.generation.attention.state_pool import new_states
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.layers.decoder_layer import DecoderLayer
@@ -47,6 +49,17 @@ CASES: list[Any] = [
     pytest.param("gemma4_text", GEMMA4_LARGE, marks=pytest.mark.slow),
     *(pytest.param(family, {}, marks=pytest.mark.slow) for family in ("granite", "phi3", "glm4", "smollm3")),
 ]
+# Layers that keep a state: also in the last layer, after which only some rows are wanted, and of widths that vectors do
+# not divide.
+LAST_KEEPS_STATE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 34,
+}
+STATE_CASES: list[Any] = [("qwen3_5_text", {}), ("qwen3_5_text", LAST_KEEPS_STATE)]
 FORMATS = ("none", "int8", "int4")
 # With blocks of 16 keys and heads of whole vectors, decode steps read keys and values where they lie in the pool.
 PAGED_HEADS: dict[str, Any] = {"head_dim": 32}
@@ -89,7 +102,7 @@ def logits(
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("quantization", FORMATS)
-@pytest.mark.parametrize(("family", "config"), CASES)
+@pytest.mark.parametrize(("family", "config"), [*CASES, *STATE_CASES])
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_the_same_bits_as_layer_by_layer(
     tmp_path: Path,
@@ -301,6 +314,73 @@ def test_the_drawn_ids_are_those_of_the_highest_logits(
     finally:
         torch.set_num_threads(before)
     assert chosen == logits_TV.numpy().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("family", "config"), STATE_CASES)
+def test_states_and_draws_are_those_of_layer_by_layer_where_some_rows_are_wanted(
+    tmp_path: Path, family: str, config: dict[str, Any], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = native(tiny_checkpoint(tmp_path, family, **config), "none")
+    counts, slots = [20, 1, 9], (2, 0, 1)
+    draw = random.Random(9)
+    ids = [draw.randrange(VOCAB_SIZE) for _ in range(sum(counts))]
+    metadata, positions = AttentionMetadata.build(counts, counts, torch.arange(9, dtype=torch.int32).view(3, 3), 8)
+    metadata = replace(metadata, state_slots=slots)
+    rows = torch.tensor([19, 20, 29])
+
+    def run() -> tuple[list[int], list[torch.Tensor]]:
+        kv = KVShape.of(model.config, model.dtype, 8).pool(9, torch.device("cpu"))
+        kv.states = new_states(model.state_layout, 3, torch.device("cpu"))
+        assert kv.states is not None
+        if model._fused is None:
+            hidden = model.forward(torch.tensor(ids), positions, metadata, kv, rows)
+            drawn = model.compute_logits(hidden).argmax(-1)
+        else:
+            hidden, drawn = model.forward_and_draw(torch.tensor(ids), positions, metadata, kv, rows)
+        assert kv.states.behind(slots, counts) is None
+        return drawn.tolist(), [hidden, kv.tensors[0], *kv.states.in_place()]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        drawn, found = run()
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(model, "_fused", None)
+    expected, parts = run()
+    assert drawn == expected
+    for one, other in zip(found, parts, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("number", "part", "refusal"),
+    [
+        (0, torch.zeros(3, 1, 3, 8), "the rows before a step are of other layers"),
+        (1, torch.zeros(3, 1, 1, 8, 8), "the states are of other layers"),
+        (2, torch.tensor([3]), "a sequence has no slot"),
+        (3, torch.tensor([0]), "a sequence has no slot, no rows, or keeps others"),
+        (4, torch.tensor([0, 0]), "a number of each sequence"),
+    ],
+)
+def test_states_of_another_model_or_step_are_refused(
+    tmp_path: Path, number: int, part: torch.Tensor, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = native(tiny_checkpoint(tmp_path, "qwen3_5_text"), "none")
+    kv = KVShape.of(model.config, model.dtype, 8).pool(1, torch.device("cpu"))
+    kv.states = new_states(model.state_layout, 3, torch.device("cpu"))
+    metadata, positions = AttentionMetadata.build([4], [4], torch.zeros(1, 1, dtype=torch.int32), 8)
+    states = fused._states
+
+    def wrong(metadata: AttentionMetadata, kv: KVCachePool) -> list[torch.Tensor]:
+        parts = states(metadata, kv)
+        parts[number] = part
+        return parts
+
+    monkeypatch.setattr(fused, "_states", wrong)
+    with pytest.raises(RuntimeError, match=refusal):
+        model.forward(torch.tensor([1, 2, 3, 4]), positions, replace(metadata, state_slots=(0,)), kv)
 
 
 def with_head(model: CausalLM, weight_VI: torch.Tensor, bias_V: torch.Tensor | None = None) -> CausalLM:

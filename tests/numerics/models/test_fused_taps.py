@@ -188,4 +188,4 @@ def test_taps_that_no_layer_fills_are_refused(
         steps.kv.places,
     )
     with pytest.raises(RuntimeError, match=refusal):
-        model._fused._forward(*arguments, (tapped, torch.empty(shape, dtype=model.dtype)), None)
+        model._fused._forward(*arguments, (tapped, torch.empty(shape, dtype=model.dtype)), None, None)

@@ -56,6 +56,11 @@ class AttentionMetadata:
     view_slots: Tensor | None = None
 
     @property
+    def revises_states(self) -> bool:
+        """True when states go through rows of an earlier step, or may be taken back to some row of this one."""
+        return self.state_behind is not None or self.state_kept is not None
+
+    @property
     def num_seqs(self) -> int:
         """Number of sequences, S."""
         return len(self.query_lens)

@@ -39,27 +39,28 @@ class DeltaNet:
     ) -> None:
         """Take the layer's parts. `number` is the layer's among all of the model. `rows` gives queries, keys, values
         and gates, and `numbers` what fades and corrects a state."""
-        self.output = output
-        self._number, self._place = number, heads.place(number)
-        self._heads, self._rule, self._weights = heads, rule, weights
-        self._rows, self._numbers = rows, numbers
+        self.rows, self.numbers, self.output = rows, numbers, output
+        self.heads, self.weights = heads, weights
+        # Among the layers that keep a state.
+        self.place = heads.place(number)
+        self._number, self._rule = number, rule
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Products that --quantization changes."""
-        return self._rows, self.output
+        return self.rows, self.output
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); leave in the pool each sequence's state after its rows."""
         states = step.kv.states
         assert states is not None, "its pool has states"
         conv, matrices = states.in_place()
-        where, place = states_of_step(step.metadata), self._place
-        mixed_TE, numbers_TE = self._rows(x_TI), self._numbers(x_TI)
+        where, place = states_of_step(step.metadata), self.place
+        mixed_TE, numbers_TE = self.rows(x_TI), self.numbers(x_TI)
         rows = DeltaRows(mixed_TE, numbers_TE, where)
         if where.again is not None:
             rows = _with_earlier(rows, where.again, [states.later(slot, place) for slot, _ in where.again.slots])
-        out_TE = self._rule(rows, self._weights, self._heads, conv[:, place], matrices[:, place])
+        out_TE = self._rule(rows, self.weights, self.heads, conv[:, place], matrices[:, place])
         if where.again is not None:
             out_TE = out_TE[where.again.own]
         for slot, own in where.later:

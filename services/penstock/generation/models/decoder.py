@@ -221,13 +221,16 @@ class CausalLM:
         """
         hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
         taps = keeper if isinstance(keeper, LayerTaps) else None
-        if self._fused is not None and keeper is taps and attention in (None, self.attention):
-            table_rows = self._table_rows(input_ids_T)
-            if taps is not None and taps.wants(len(self.layers)) and rows_R is not None:
-                return self._fused(hidden, positions_T, metadata, kv, None, adapters, taps, table_rows, draws=False)[0][
-                    rows_R
-                ]
-            return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, table_rows, draws=False)[0]
+        if (
+            self._fused is not None
+            and keeper is taps
+            and attention in (None, self.attention)
+            and not metadata.revises_states
+        ):
+            all_rows = taps is not None and taps.wants(len(self.layers)) and rows_R is not None
+            rows = (hidden, self._table_rows(input_ids_T), None if all_rows else rows_R)
+            hidden = self._run_fused(self._fused, rows, positions_T, metadata, kv, adapters, taps, draws=False)[0]
+            return hidden[rows_R] if all_rows else hidden
         step = self.step(positions_T, metadata, kv, attention, adapters)
         if self.token_inputs is not None:
             step = replace(step, inputs_TX=self.token_inputs(hidden, self.table_ids(input_ids_T)))
@@ -259,13 +262,34 @@ class CausalLM:
         """Return the result of `forward`, and for each row the id of its highest logit (R): the first of equals, -1
         where none is finite. Fill `taps`, which may have rows after the final norm only where `rows_R` is None.
 
-        The logits are never in memory, and nothing runs between layers and head. Call it only if `can_draw`.
+        The logits are never in memory, and nothing runs between layers and head. Call it only if `can_draw`, and not
+        for a step that revises states.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
         hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
-        table_rows = self._table_rows(input_ids_T)
-        return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, taps, table_rows, draws=True)
+        rows = (hidden, self._table_rows(input_ids_T), rows_R)
+        return self._run_fused(self._fused, rows, positions_T, metadata, kv, adapters, taps, draws=True)
+
+    def _run_fused(
+        self,
+        fused: FusedLayers,
+        rows: tuple[Tensor, Tensor | None, Tensor | None],
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        adapters: AdapterBatch | None,
+        taps: LayerTaps | None,
+        *,
+        draws: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of FusedLayers, and note the states that it leaves. `rows`: embeddings, rows of tokens'
+        vectors, and the wanted rows."""
+        hidden_TI, table_rows_TX, rows_R = rows
+        result = fused(hidden_TI, positions_T, metadata, kv, rows_R, adapters, taps, table_rows_TX, draws=draws)
+        if self.config.delta is not None:
+            note_lengths(metadata, kv)
+        return result
 
     def decode(
         self,
@@ -281,7 +305,7 @@ class CausalLM:
 
         `ids` are these tokens, `lengths` the sequences' lengths with them, `longest` the greatest of these. `tables_SB`
         is as AttentionMetadata.block_tables. No adapter may change the embedding. Fill `taps`. Call it only where
-        `can_draw`.
+        `can_draw`, and layers keep no states.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")

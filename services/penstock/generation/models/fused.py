@@ -18,8 +18,11 @@ from penstock.generation.layers.decoder_layer import (
     SelfAttention,
     SwiGLU,
 )
+from penstock.generation.layers.delta_net import DeltaNet
+from penstock.generation.layers.gated_attention import GatedAttention
 from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.linear.native import NativeLinear
+from penstock.generation.layers.step_states import states_of_step
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionMetadata
@@ -65,7 +68,7 @@ class FusedLayers:
         }
         factors = {
             "eps": config.rms_norm_eps,
-            "attention_scale": cast(SelfAttention, layers[0].attention).layer.scale,
+            "attention_scale": _attention_scale(layers),
             "softcap": config.attention_softcap,
             "embedding_scale": embedding_scale,
             "residual_scale": config.residual_scale,
@@ -88,6 +91,7 @@ class FusedLayers:
         )
         self._forward, self._decode = self.decoder.forward, self.decoder.decode
         self._rotaries = tuple(rotaries)
+        self._keeps_states = config.delta is not None
         self.table = table
         self._token_table = None if tokens is None else tokens.table
         # Rows of taps are of this dtype and width.
@@ -130,6 +134,7 @@ class FusedLayers:
             kv.places,
             None if taps is None else (list(taps.layers), taps.room(len(hidden_TI), hidden_TI)),
             table_rows_TX,
+            _states(metadata, kv) if self._keeps_states else None,
         )
         return result
 
@@ -143,7 +148,8 @@ class FusedLayers:
         adapters: AdapterBatch | None = None,
         taps: LayerTaps | None = None,
     ) -> list[int]:
-        """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. `tables` is as
+        """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. Not for layers
+        that keep states. `tables` is as
         AttentionMetadata.block_tables, or view_tables, and may be wider. No adapter may change the embedding. Fill
         `taps`."""
         cos, sin = self._tables(longest)
@@ -171,13 +177,7 @@ def can_fuse(
     """True when everything is native, no width needs padding, and every layer is of a kind that csrc/decoder knows."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
-    if (
-        config.latent is not None
-        or config.has_gates
-        or config.is_parallel
-        or config.qk_norm_is_whole
-        or isinstance(norm, LayerNorm)
-    ):
+    if config.latent is not None or config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
         return False
     # This may be a part of a layer that waits for its other parts.
     if not all(type(layer.mlp) is SwiGLU for layer in layers):
@@ -186,32 +186,70 @@ def can_fuse(
         return False
     if tokens is not None and not isinstance(tokens.product, NativeLinear):
         return False
+    if not all(type(layer.attention) in _KINDS for layer in layers):
+        return False
+    if not all(isinstance(linear, NativeLinear) for layer in layers for linear in _products(layer).values()):
+        return False
     widths = {config.hidden_size} | {linear.in_features for layer in layers for linear in layer.quantisable}
     return isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
+# What a fused layer may have for its attention.
+_KINDS = (SelfAttention, GatedAttention, DeltaNet)
+
+
+def _attention_scale(layers: Sequence[DecoderLayer]) -> float:
+    """Return the factor of the scores, the same in all layers that attend."""
+    kinds = (layer.attention for layer in layers)
+    return next(one.layer.scale for one in kinds if isinstance(one, SelfAttention | GatedAttention))
+
+
+def _states(metadata: AttentionMetadata, kv: KVCachePool) -> list[Tensor]:
+    """Return the states of a step's sequences, as csrc/decoder/delta_layer.h has them."""
+    assert kv.states is not None, "its pool has states"
+    own = states_of_step(metadata)
+    return [*kv.states.in_place(), own.slots, own.kept, own.is_new]
+
+
 def own_sizes(layer: DecoderLayer) -> dict[str, int]:
     """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
-    attention = cast(SelfAttention, layer.attention)
-    own = attention.layer
-    sizes = {
-        "window": own.window or 0,
-        "turn": attention.turn,
-        "num_kv_heads": own.num_kv_heads,
-        "head_dim": own.head_dim,
-        "inner": cast(SwiGLU, layer.mlp).down.in_features,
-        "keys": own.index,
-        "parts": own.parts,
-        "norms_values": int(own.norms_values),
-    }
+    attention = layer.attention
+    sizes = {"inner": cast(SwiGLU, layer.mlp).down.in_features}
+    if isinstance(attention, DeltaNet):
+        heads = attention.heads
+        sizes |= {
+            "state_place": attention.place,
+            "key_heads": heads.key_heads,
+            "value_heads": heads.value_heads,
+            "key_dim": heads.key_dim,
+            "value_dim": heads.value_dim,
+        }
+    else:
+        assert isinstance(attention, SelfAttention | GatedAttention)
+        own = attention.layer
+        sizes |= {
+            "window": own.window or 0,
+            "turn": attention.turn,
+            "num_kv_heads": own.num_kv_heads,
+            "head_dim": own.head_dim,
+            "keys": own.index,
+            "parts": own.parts,
+            "norms_values": int(own.norms_values),
+            "has_gates": int(isinstance(attention, GatedAttention)),
+        }
     if isinstance(layer, ScaledLayer) and layer.own_input is not None:
         sizes["token_dim"] = layer.own_input.projection.in_features
     return sizes | {f"{name}.format": int(linear.format) for name, linear in _products(layer).items()}
 
 
 def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
-    attention, mlp = cast(SelfAttention, layer.attention), cast(SwiGLU, layer.mlp)
-    products = {"qkv": attention.qkv, "output": attention.output, "gated": mlp.gated, "down": mlp.down}
+    attention, mlp = layer.attention, cast(SwiGLU, layer.mlp)
+    products = {"gated": mlp.gated, "down": mlp.down}
+    if isinstance(attention, DeltaNet):
+        products |= {"qkv": attention.rows, "numbers": attention.numbers, "output": attention.output}
+    else:
+        assert isinstance(attention, SelfAttention | GatedAttention)
+        products |= {"qkv": attention.qkv, "output": attention.output}
     if isinstance(layer, ScaledLayer) and layer.own_input is not None:
         products |= {"token_gate": layer.own_input.gate, "token_out": layer.own_input.projection}
     return cast("dict[str, NativeLinear]", products)
@@ -219,7 +257,7 @@ def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
 
 def named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """Return a layer's tensors by the names that csrc/decoder knows, with the norms of the heads if the model has
-    them."""
+    them, or those of a delta rule."""
     tensors: dict[str, Tensor] = {}
     for name, product in _products(layer).items():
         tensors |= named_parts(name, product)
@@ -231,6 +269,10 @@ def named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
         if layer.own_input is not None:
             norms["token_norm"] = layer.own_input.norm
     tensors |= {name: norm.weight for name, norm in norms.items() if not isinstance(norm, NoNorm)}
+    if isinstance(layer.attention, DeltaNet):
+        weights = layer.attention.weights
+        rule = {"conv": weights.conv, "decay": weights.decay, "decay_bias": weights.bias, "state_norm": weights.norm}
+        return tensors | rule
     own = cast(SelfAttention, layer.attention).layer
     others = {"q_norm": own.q_norm, "k_norm": own.k_norm, "sinks": own.sinks}
     return tensors | {name: weight for name, weight in others.items() if weight is not None}

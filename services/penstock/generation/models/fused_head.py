@@ -140,7 +140,8 @@ def fused_head(
     config: ModelConfig, parts: HeadParts, rotary: RotaryEmbedding, attention: Attention
 ) -> FusedHead | None:
     """Return the fused layer of a head; None: some part is not native."""
-    if not can_fuse(config, [_layer(parts)], parts.norm, parts.head, attention):
+    # Its kernels round norms as the layers of most families do, not once.
+    if config.has_gates or not can_fuse(config, [_layer(parts)], parts.norm, parts.head, attention):
         return None
     return FusedHead(config, parts, rotary)
 

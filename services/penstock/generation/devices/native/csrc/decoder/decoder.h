@@ -79,6 +79,10 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     };
   }
 
+  // Heads of the layers that keep a state; none: there are no such layers.
+  std::optional<DeltaSizes> delta;
+  int64_t most_place = 0;  // of these layers
+
   // Numbers of a token's vector for one layer.
   int64_t token_dim() const { return token_inputs->norm.numel(); }
 
@@ -90,7 +94,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   // rows only, R instead of T. `adapters`: of the rows; none: no row has one. `places`: see Pass;
   // where there are several views, `slots` (views, T) and `tables` (views, S, blocks) have them
   // all. `taps`: filled; rows after the final norm can only be tapped where all are wanted.
-  // `table_rows` (T, layers * dim): of tokens' vectors, where layers have them.
+  // `table_rows` (T, layers * dim): of tokens' vectors, where layers have them. `states`: see
+  // DeltaStates, where layers keep some.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, std::vector<at::Tensor> cos,
                                              std::vector<at::Tensor> sin, at::Tensor positions,
                                              at::Tensor slots, at::Tensor tables,
@@ -98,13 +103,14 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                                              std::optional<at::Tensor> wanted, bool draws,
                                              at::Tensor pool, std::optional<at::Tensor> scales,
                                              OptionalAdapters adapters, std::vector<int64_t> places,
-                                             Taps taps, std::optional<at::Tensor> table_rows) const;
+                                             Taps taps, std::optional<at::Tensor> table_rows,
+                                             std::optional<std::vector<at::Tensor>> states) const;
 
   // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, sequences
   // of `lengths` including them. It has few arguments: caches are cold when a step begins, and each
-  // of torch's operators then takes tens of microseconds. `embedding` (vocabulary, hidden); none:
-  // the rows of the head. `token_table` (vocabulary, layers * dim): of tokens' vectors. `tables`,
-  // `places` and `taps` are as in `forward`.
+  // of torch's operators then takes tens of microseconds. Not where layers keep states. `embedding`
+  // (vocabulary, hidden); none: the rows of the head. `token_table` (vocabulary, layers * dim): of
+  // tokens' vectors. `tables`, `places` and `taps` are as in `forward`.
   std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                               at::Tensor tables, std::optional<at::Tensor> embedding,
                               std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
@@ -166,10 +172,12 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     for (size_t i = 0; i < named.size(); ++i) {
       const Layer layer = layer_of(named[i], own[i], sizes, i);
       TORCH_CHECK(layer.turn >= 0 && layer.window >= 0);
+      if (layer.delta) take_delta(*layer.delta);
       num_turns = std::max(num_turns, layer.turn + 1);
-      TORCH_CHECK(layer.parts == 1 ? layer.keys < num_keys : layer.keys == num_keys,
-                  "a layer reads keys that no earlier layer has");
-      num_keys += layer.parts > 1;
+      TORCH_CHECK(
+          layer.delta || (layer.parts == 1 ? layer.keys < num_keys : layer.keys == num_keys),
+          "a layer reads keys that no earlier layer has");
+      num_keys += !layer.delta && layer.parts > 1;
       for (const Linear* one : {&layer.qkv, &layer.output, &layer.gated, &layer.down}) take(*one);
       TORCH_CHECK(layer.token_gate.has_value() == token_inputs.has_value(),
                   "tokens have vectors for all layers, or for none");
@@ -196,7 +204,19 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                     "all norms must have one dtype");
   }
 
+  void take_delta(const DeltaLayer& layer) {
+    layer.check();
+    TORCH_CHECK(!delta || *delta == layer.sizes, "layers that keep states have the same heads");
+    delta = layer.sizes;
+    most_place = std::max(most_place, layer.place);
+    take(layer.numbers);
+  }
+
   void take_kind(const Layer& layer) {
+    if (layer.delta) {
+      kind_of.push_back(0);  // never asked for
+      return;
+    }
     const auto same = [&](size_t other) {
       return layers[other].num_kv_heads == layer.num_kv_heads &&
              layers[other].head_dim == layer.head_dim;
@@ -244,8 +264,14 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   void pick(Step& step, Walk& walk) const;
   void finish(Step& step, Walk& walk) const;
   static std::vector<int64_t> argmax_ids(const Step& step, int64_t threads);
-  void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention,
-           const RopeArgs& rope) const;
+  void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope,
+           const DeltaArgs& states) const;
+  // What a layer has between its first norm and its second product. All threads have met at the
+  // end.
+  void attend(Step& step, Walk& walk, size_t i, Inputs normed, const AttentionArgs& attention,
+              const RopeArgs& rope) const;
+  void apply_gates(Step& step, Walk& walk, const Layer& layer) const;
+  void take_states(Step& step, Walk& walk, size_t i, Inputs normed, const DeltaArgs& args) const;
 
   // True if one thread would do all of these few rows of `width` elements: then every thread does
   // them for itself, and none waits.

@@ -1,113 +1,19 @@
 // A decoder's parts, and the state of one of its steps (ops_decoder.cpp).
 #pragma once
-#include <torch/custom_class.h>
-
 #include <atomic>
-#include <map>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "attention/attention_work.h"
+#include "decoder/delta_layer.h"
 #include "decoder/rows.h"
 #include "decoder/token_inputs.h"
 #include "linear/adapters.h"
-#include "linear/linear_work.h"
-#include "linear/packed_rows.h"
 #include "util/barrier.h"
 
 namespace penstock {
-
-// Tensors or sizes by name, from models/fused.py. Every name is read once, and none may be left
-// over: a name that the two sides spell differently ends the start of the process.
-template <typename T>
-class Named {
- public:
-  Named(std::string owner, const c10::Dict<std::string, T>& entries) : owner_(std::move(owner)) {
-    for (const auto& entry : entries) left_.emplace(entry.key(), entry.value());
-  }
-
-  T take(const std::string& name) {
-    std::optional<T> found = find(name);
-    TORCH_CHECK(found.has_value(), owner_, " must have ", name);
-    return *found;
-  }
-  // Finds a tensor that some models do not have.
-  std::optional<T> find(const std::string& name) {
-    const auto node = left_.extract(name);
-    return node.empty() ? std::nullopt : std::optional<T>(node.mapped());
-  }
-  // Returns a tensor that is taken later.
-  const T& peek(const std::string& name) const {
-    const auto found = left_.find(name);
-    TORCH_CHECK(found != left_.end(), owner_, " must have ", name);
-    return found->second;
-  }
-  void check_all_taken() const {
-    TORCH_CHECK(left_.empty(), owner_, " cannot have ", left_.begin()->first);
-  }
-
- private:
-  std::string owner_;
-  std::map<std::string, T> left_;
-};
-using Tensors = c10::Dict<std::string, at::Tensor>;
-using Sizes = c10::Dict<std::string, int64_t>;
-
-template <typename T>
-T* data(const std::optional<at::Tensor>& tensor) {
-  return tensor ? (T*)tensor->const_data_ptr() : nullptr;
-}
-
-struct Linear {
-  Format format;     // of the product
-  int64_t rotation;  // inputs of a block that is turned, 1 for none
-  at::Tensor weight;
-  std::optional<at::Tensor> bias, scale, sum, offset;
-  int64_t inputs, width, granules, panels;
-  Gate gate;
-
-  // Takes the tensors `name`.weight, `name`.bias, `name`.scale, `name`.sum and `name`.offset.
-  Linear(Named<at::Tensor>& from, const std::string& name, Format stored, int64_t inputs,
-         int64_t width, Gate gate)
-      : format(product_of(stored)),
-        rotation(rotation_of(stored, inputs)),
-        weight(from.take(name + ".weight")),
-        bias(from.find(name + ".bias")),
-        scale(from.find(name + ".scale")),
-        sum(from.find(name + ".sum")),
-        offset(from.find(name + ".offset")),
-        inputs(inputs),
-        width(width),
-        granules(granules_of(format, inputs)),
-        panels(panels_of(weight, format, inputs, granules, width, gate != Gate::NONE)),
-        gate(gate) {
-    TORCH_CHECK(panels > 0 && width <= panels * (gate == Gate::NONE ? PANEL : PANEL / 2),
-                "a weight has the wrong size");
-    // One number per output, padded ones included; int4 has a scale for each group of inputs.
-    const int64_t columns = panels * PANEL, groups = granules * 8 / GROUP,
-                  scales = has_byte_scales()        ? byte_scales(panels, groups)
-                           : format == Format::INT4 ? columns * groups
-                                                    : columns;
-    TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
-    TORCH_CHECK(
-        format < Format::INT8 || format == Format::GGUF || (scale && scale->numel() >= scales),
-        "the scales of a weight are too few");
-    TORCH_CHECK(!scale || scale->scalar_type() == at::kFloat || has_byte_scales(),
-                "scales are float, or bytes of int4");
-    TORCH_CHECK(!offset || !has_byte_scales(), "offsets need scales in float");
-    TORCH_CHECK(!offset || (format == Format::INT4 && offset->numel() >= scales),
-                "the offsets of a weight are too few, or not of int4");
-    TORCH_CHECK(format != Format::INT8 || (sum && sum->numel() >= columns),
-                "the sums of a weight are too few");
-  }
-
-  bool has_byte_scales() const {
-    return scale && format == Format::INT4 && scale->scalar_type() == at::kByte;
-  }
-};
 
 // The residual stream of a draft head begins with the state, as it is or after its norm.
 enum class Joint : int64_t { NOT, STATE, NORMED_STATE };
@@ -164,12 +70,16 @@ struct Layer {
   std::optional<at::Tensor> q_norm, k_norm, sinks;
   Linear qkv, output, gated, down;
   std::optional<TokenGate> token_gate;
+  // In place of attention; the layer then has no part of what belongs to it.
+  std::optional<DeltaLayer> delta;
   int64_t num_kv_heads, head_dim, window, turn;
   // Number, among the layers with keys in the pool, of the one with those that it reads: its own,
   // unless `parts` is 1.
   int64_t keys;
   int parts;  // of qkv: see RopeArgs
   bool norms_values;
+  // The rows of qkv begin with gates, a number for each of the heads' results.
+  bool has_gates;
   float factor;  // of the stream after it
 
   int64_t heads_width(int64_t num_heads) const { return num_heads * head_dim; }
@@ -182,10 +92,11 @@ constexpr int64_t LINEARS = 4;
 // Linear layers of a TokenGate, which have no site.
 constexpr int64_t TOKEN_LINEARS = 2;
 constexpr int64_t NO_SITE = -1;
-// Stages of a layer: norms, rope, gates of a token's vector, and the rows that linear layers
-// quantise and that adapters shrink first, where one counter shares them among all threads; and
-// linear layers and attention, which have a share for each thread.
-constexpr int64_t MOST_STAGES = 3 + 1 + 1 + 2 * (LINEARS + TOKEN_LINEARS);
+// Stages of a layer: norms, rope, gates of heads and of a token's vector, and the rows that linear
+// layers quantise and that adapters shrink first, where one counter shares them among all threads;
+// and linear layers and attention, which have a share for each thread. A delta rule has two stages
+// in place of rope and gates, and one more linear layer in place of attention.
+constexpr int64_t MOST_STAGES = 3 + 2 + 1 + 2 * (LINEARS + TOKEN_LINEARS + 1);
 constexpr int64_t SHARED_STAGES = LINEARS + TOKEN_LINEARS + 1;
 // Before the layers, of tokens' vectors; and after them.
 constexpr int64_t FIRST_STAGES = 2, LAST_STAGES = 3;
@@ -246,6 +157,8 @@ struct Pass {
   // Null: no row has an adapter.
   const AdapterBatch* adapters;
   const Taps& taps;
+  // Null: no layer keeps a state.
+  const DeltaStates* states = nullptr;
   // Null: it is no draft head.
   const JointRows* joint = nullptr;
   // Rows of the table of tokens' vectors, (T, layers * dim) of the rows' dtype.
@@ -307,6 +220,8 @@ struct Step {
   int64_t num_wanted;
   // Of each kind of heads (Decoder::kinds).
   std::vector<HeadTasks> tasks;
+  // None: no layer keeps a state.
+  std::optional<DeltaStep> delta;
   // The layer after which only wanted rows go on.
   PickedRows picked;
   bool writes_alone;

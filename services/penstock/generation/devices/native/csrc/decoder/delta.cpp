@@ -216,7 +216,7 @@ void take_head(const DeltaArgs& a, int64_t sequence, int64_t head) {
   for (int64_t row = first; row < last; ++row) {
     const float* x = a.summed + row * a.values() + head * V;
     const T* gates = (const T*)a.mixed + row * a.mixed_stride + C + head * V;
-    T* out = (T*)a.out + row * a.values() + head * V;
+    T* out = (T*)a.out + row * a.out_stride + head * V;
     vf squares = vf{};
     for (int64_t i = 0; i < V; i += L) {
       const vf own = load_some(x + i, V - i);

@@ -33,6 +33,7 @@ struct DeltaArgs {
   // (rows, channels), and (rows, values).
   float *turned, *summed;
   void* out;
+  int64_t out_stride;
 
   int64_t keys() const { return int64_t(key_heads) * key_dim; }
   int64_t values() const { return int64_t(value_heads) * value_dim; }

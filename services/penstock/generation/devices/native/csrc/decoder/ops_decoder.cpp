@@ -52,7 +52,8 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
   const int64_t kv_heads = own.find("num_kv_heads").value_or(model.num_kv_heads),
                 head_dim = own.find("head_dim").value_or(model.head_dim),
                 inner = own.find("inner").value_or(model.inner),
-                parts = own.find("parts").value_or(3), heads = model.num_heads * head_dim;
+                parts = own.find("parts").value_or(3);
+  const bool has_gates = own.find("has_gates").value_or(0) != 0;
   TORCH_CHECK(kv_heads > 0 && model.num_heads % kv_heads == 0 && head_dim > 0 &&
                   head_dim <= MAX_HEAD_DIM && parts >= 1 && parts <= 3,
               owner, " has no such heads");
@@ -63,6 +64,30 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
         linear("token_out", *dim, model.hidden, Gate::NONE),
         from.take("token_norm"),
     });
+  std::optional<DeltaLayer> delta;
+  if (const auto place = own.find("state_place")) {
+    const at::Tensor conv = from.take("conv");
+    const DeltaSizes sizes{
+        .key_heads = own.take("key_heads"),
+        .value_heads = own.take("value_heads"),
+        .key_dim = own.take("key_dim"),
+        .value_dim = own.take("value_dim"),
+        .kernel = conv.size(0),
+    };
+    delta.emplace(DeltaLayer{
+        .sizes = sizes,
+        .place = *place,
+        .numbers = linear("numbers", model.hidden, 2 * sizes.value_heads, Gate::NONE),
+        .conv = conv,
+        .decay = from.take("decay"),
+        .bias = from.take("decay_bias"),
+        .norm = from.take("state_norm"),
+    });
+  }
+  // Of the results of attention, or of what is in its place.
+  const int64_t heads = delta ? delta->sizes.values() : model.num_heads * head_dim;
+  const int64_t outputs = delta ? delta->sizes.outputs()
+                                : heads * (has_gates ? 2 : 1) + (parts - 1) * kv_heads * head_dim;
   const std::optional<at::Tensor> factor = from.find("factor");
   const Layer layer{
       .input_norm = from.find("input_norm"),
@@ -72,19 +97,20 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
       .q_norm = from.find("q_norm"),
       .k_norm = from.find("k_norm"),
       .sinks = from.find("sinks"),
-      .qkv = linear("qkv", model.first_inputs(), heads + (parts - 1) * kv_heads * head_dim,
-                    Gate::NONE),
+      .qkv = linear("qkv", model.first_inputs(), outputs, Gate::NONE),
       .output = linear("output", heads, model.hidden, Gate::NONE),
       .gated = linear("gated", model.hidden, inner, model.gate),
       .down = linear("down", inner, model.hidden, Gate::NONE),
       .token_gate = token_gate,
+      .delta = delta,
       .num_kv_heads = kv_heads,
       .head_dim = head_dim,
-      .window = own.take("window"),
-      .turn = own.take("turn"),
+      .window = delta ? 0 : own.take("window"),
+      .turn = delta ? 0 : own.take("turn"),
       .keys = own.find("keys").value_or(number),
       .parts = int(parts),
       .norms_values = own.find("norms_values").value_or(0) != 0,
+      .has_gates = has_gates,
       .factor = factor ? factor->item<float>() : 1.0f,
   };
   from.check_all_taken();
@@ -159,6 +185,7 @@ void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>
                           scales->dim() == 5 && scales->size(4) >= num_kv_heads &&
                           scales->sizes().slice(0, 4) == pool.sizes().slice(0, 4)));
   for (const Layer& layer : layers) {
+    if (layer.delta) continue;
     const bool has_place = !places.empty();
     const int64_t* place = has_place ? &places[PLACE * layer.keys] : nullptr;
     const int64_t width = layer.num_kv_heads * layer.head_dim, column = has_place ? place[2] : 0;
@@ -171,7 +198,7 @@ void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>
   }
   TORCH_CHECK(int64_t(cos.size()) >= num_turns && cos.size() == sin.size());
   for (const Layer& layer : layers)
-    TORCH_CHECK(cos[layer.turn].size(-1) == layer.head_dim / 2,
+    TORCH_CHECK(layer.delta || cos[layer.turn].size(-1) == layer.head_dim / 2,
                 "a rotary embedding is of other heads");
   for (size_t i = 0; i < cos.size(); ++i) {
     TORCH_CHECK(cos[i].is_contiguous() && sin[i].is_contiguous() &&
@@ -216,7 +243,10 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
     at::Tensor positions, at::Tensor slots, at::Tensor tables, at::Tensor query_start,
     at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws, at::Tensor pool,
     std::optional<at::Tensor> scales, OptionalAdapters adapters, std::vector<int64_t> places,
-    Taps taps, std::optional<at::Tensor> table_rows) const {
+    Taps taps, std::optional<at::Tensor> table_rows,
+    std::optional<std::vector<at::Tensor>> states) const {
+  std::optional<DeltaStates> given;
+  if (states) given.emplace(*states);
   const int64_t views = tables.dim() == 3 ? tables.size(0) : 1;
   check(hidden_rows, cos, sin, pool, scales, places, views);
   check(taps, hidden_rows, !wanted);
@@ -251,6 +281,7 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
       .draws = draws,
       .adapters = adapters ? adapters->get() : nullptr,
       .taps = taps,
+      .states = given ? &*given : nullptr,
       .table_rows = table_rows,
   });
   return {out, at::tensor(drawn, positions.options())};
@@ -264,6 +295,11 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   const at::Tensor& pool = pass.pool;
   const bool bf16 = is_bf16(pass.hidden);
   if (pass.adapters != nullptr) check(*pass.adapters, T, bf16);
+  TORCH_CHECK(delta.has_value() == (pass.states != nullptr),
+              "states are for models with layers that keep some");
+  if (delta)
+    pass.states->check(*delta, most_place, pass.query_start, pass.sequences,
+                       pass.hidden.scalar_type());
   const int64_t most_threads = at::get_num_threads(), drawing = pass.draws ? most_threads : 0;
   Step step{
       .barrier = {},
@@ -281,6 +317,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .wanted = pass.wanted,
       .num_wanted = R,
       .tasks = std::vector<HeadTasks>(kinds.size()),
+      .delta = {},
       .picked = picked_rows(pass),
       .writes_alone = false,
       .highest = empty({drawing, R, PANEL}, at::kFloat),
@@ -297,13 +334,23 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
     for (int64_t i = 0; i < R; ++i) numbers[i] = pass.adapters->all.adapter[pass.wanted[i]];
     step.wanted_adapters.emplace(std::move(numbers), pass.adapters->adapters.size());
   }
+  if (delta)
+    step.delta.emplace(*delta, pass.query_start, pass.sequences, most_threads,
+                       pass.hidden.scalar_type());
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
+  std::vector<DeltaArgs> states(layers.size());
   const int64_t part = pool.stride(1), scale_part = pass.scales ? pass.scales->stride(1) : 0,
                 scale_stride = pass.scales ? pass.scales->size(4) : 0;
   for (size_t i = 0; i < layers.size(); ++i) {
     const Layer& layer = layers[i];
+    if (layer.delta) {
+      states[i] = step.delta->args(*layer.delta, *pass.states, pass.query_start, b.qkv, b.attended,
+                                   eps, bf16);
+      attention.emplace_back(), rope.emplace_back();
+      continue;
+    }
     const int64_t place = pass.place(layer.keys), column = pass.column(layer.keys);
     const bool is_picked = step.is_picked(i);
     char* keys = (char*)pool.data_ptr() + (2 * place * part + column) * pool.element_size();
@@ -339,7 +386,8 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .sinks = data<float>(layer.sinks),
     });
     rope.push_back({
-        .qkv = b.qkv.const_data_ptr(),
+        .qkv = (const char*)b.qkv.const_data_ptr() +
+               (layer.has_gates ? layer.heads_width(num_heads) * b.qkv.itemsize() : 0),
         .qkv_stride = b.qkv.size(1),
         .cos = pass.cos[layer.turn].const_data_ptr(),
         .sin = pass.sin[layer.turn].const_data_ptr(),
@@ -380,6 +428,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   // Views of equal windows share alike, so one of each is asked, and for each kind of heads.
   std::vector<std::pair<int64_t, size_t>> asked;
   for (size_t i = 0; i < layers.size() && step.writes_alone && !step.is_picked(i); ++i) {
+    if (layers[i].delta) continue;
     const std::pair kind(pass.places.empty() ? 0 : layers[i].window, kind_of[i]);
     if (std::find(asked.begin(), asked.end(), kind) != asked.end()) continue;
     asked.push_back(kind);
@@ -396,7 +445,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       std::memcpy(own, step.hidden.const_data_ptr(), step.hidden.nbytes());
     if (token_inputs) make_tokens(step, walk);
     for (size_t i = 0; i < layers.size() && walk.rows > 0; ++i)
-      run(step, walk, i, attention[i], rope[i]);
+      run(step, walk, i, attention[i], rope[i], states[i]);
     if (R > 0) step.joint == nullptr ? finish(step, walk) : score(step, walk);
   }
   return {step.out, pass.draws ? argmax_ids(step, step.barrier.threads()) : std::vector<int64_t>{}};
@@ -625,7 +674,7 @@ void Decoder::pick(Step& step, Walk& walk) const {
                 stream = step.hidden.itemsize();
   const auto share = [&](int64_t width, int64_t thread) { return width * thread / threads; };
   const Inputs attended = inputs_of(step.buffers.attended);
-  const int64_t heads = layers[step.picked.layer].heads_width(num_heads);
+  const int64_t heads = layers[step.picked.layer].output.inputs;
   move(attended.rows, attended.stride * size, share(heads, walk.thread) * size,
        share(heads, walk.thread + 1) * size);
   if (is_small(step.rows, hidden))
@@ -678,10 +727,9 @@ std::vector<int64_t> Decoder::argmax_ids(const Step& step, int64_t threads) {
   return ids;
 }
 
-void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention,
-                  const RopeArgs& rope) const {
+void Decoder::attend(Step& step, Walk& walk, size_t i, Inputs normed,
+                     const AttentionArgs& attention, const RopeArgs& rope) const {
   const Layer& layer = layers[i];
-  const int64_t site = i * LINEARS;
   Buffers& b = step.buffers;
   const bool is_picked = step.is_picked(i),
              picks = step.wanted != nullptr && i == step.picked.layer,
@@ -690,12 +738,8 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   const std::vector<AttentionTask>& tasks = picks       ? of_heads.picking
                                             : is_picked ? of_heads.picked
                                                         : of_heads.all;
-  const Layer& before = layers[i - (i > 0)];
-  const Inputs first = step.joint != nullptr && i == 0 ? join(step, walk)
-                                                       : norm(step, walk, layer.input_norm, i > 0,
-                                                              before.last_norm(), before.factor);
-  if (step.taps) tap(step, walk, i, {residual_of(step, walk), hidden});
-  linear(step, walk, layer.qkv, site + QKV, first, b.qkv, &layer.output, PREFETCH_DURING_ATTENTION);
+  linear(step, walk, layer.qkv, i * LINEARS + QKV, normed, b.qkv, &layer.output,
+         PREFETCH_DURING_ATTENTION);
   const int64_t threads = step.barrier.threads();
   if (walk.thread < int64_t(tasks.size())) KERNEL(prepare)(attention, tasks[walk.thread]);
   step.barrier.wait(walk.prefetch);
@@ -706,7 +750,56 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   attend_share(attention, writes_alone ? &rope : nullptr, tasks,
                &step.progress[walk.shared++ * threads], walk.prefetch, walk.thread, threads);
   step.barrier.wait(walk.prefetch);
-  if (picks) {
+  if (layer.has_gates) apply_gates(step, walk, layer);
+}
+
+void Decoder::apply_gates(Step& step, Walk& walk, const Layer& layer) const {
+  Buffers& b = step.buffers;
+  const GateArgs args{
+      .gates = b.qkv.const_data_ptr(),
+      .x = b.attended.const_data_ptr(),
+      .out = b.attended.data_ptr(),
+      .width = layer.heads_width(num_heads),
+      .gates_stride = b.qkv.stride(0),
+      .stride = b.attended.stride(0),
+      .is_bf16 = step.is_bf16,
+  };
+  over_rows(step, walk, args.width,
+            [&](int64_t first, int64_t last) { KERNEL(sigmoid_mul)(args, first, last); });
+}
+
+void Decoder::take_states(Step& step, Walk& walk, size_t i, Inputs normed,
+                          const DeltaArgs& args) const {
+  const Layer& layer = layers[i];
+  DeltaStep& own = *step.delta;
+  linear(step, walk, layer.qkv, i * LINEARS + QKV, normed, step.buffers.qkv, &layer.delta->numbers);
+  // The rows of the first product may be quantised in the place of those of the second.
+  if (layer.delta->numbers.format >= Format::INT8) step.barrier.wait(walk.prefetch);
+  linear(step, walk, layer.delta->numbers, NO_SITE, normed, own.numbers, &layer.output,
+         PREFETCH_DURING_ATTENTION);
+  step.barrier.wait(walk.prefetch);
+  const auto over_heads = [&](const std::vector<HeadTask>& tasks, auto work) {
+    take_heads(tasks, step.counters[walk.stage++], work);
+    step.barrier.wait(walk.prefetch);
+  };
+  over_heads(own.turns, [&](int64_t s, int64_t head) { KERNEL(convolve_head)(args, s, head); });
+  over_heads(own.heads, [&](int64_t s, int64_t head) { KERNEL(delta_head)(args, s, head); });
+}
+
+void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention,
+                  const RopeArgs& rope, const DeltaArgs& states) const {
+  const Layer &layer = layers[i], &before = layers[i - (i > 0)];
+  const int64_t site = i * LINEARS;
+  Buffers& b = step.buffers;
+  const Inputs first = step.joint != nullptr && i == 0 ? join(step, walk)
+                                                       : norm(step, walk, layer.input_norm, i > 0,
+                                                              before.last_norm(), before.factor);
+  if (step.taps) tap(step, walk, i, {residual_of(step, walk), hidden});
+  if (layer.delta)
+    take_states(step, walk, i, first, states);
+  else
+    attend(step, walk, i, first, attention, rope);
+  if (step.wanted != nullptr && i == step.picked.layer) {
     pick(step, walk);
     if (walk.rows == 0) return;
     step.barrier.wait(walk.prefetch);

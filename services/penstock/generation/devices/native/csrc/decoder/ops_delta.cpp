@@ -1,7 +1,7 @@
 // The operator of the gated delta rule that torch sees (torch.ops.penstock.delta_rule).
 #include <vector>
 
-#include "decoder/delta.h"
+#include "decoder/delta_work.h"
 #include "util/dispatch.h"
 #include "util/progress.h"
 
@@ -14,45 +14,17 @@ const float* delta_floats(const at::Tensor& x, int64_t count, const char* name) 
   return x.const_data_ptr<float>();
 }
 
-// Heads of one sequence that a thread takes together.
-struct HeadTask {
-  int64_t sequence, first, last;
-};
-
-// Rows of a sequence from which on each of its heads is a task; and how many tasks there are for a
-// thread, if the heads are enough.
-constexpr int64_t LONG_ROWS = 8, TASKS_EACH = 4;
-
-// All heads of all sequences, those of many rows first: a prompt beside sequences of one row takes
-// most of the time, so threads could not share it by numbers of sequences.
-std::vector<HeadTask> head_tasks(const int32_t* starts, int64_t sequences, int64_t heads) {
-  const int64_t wanted = TASKS_EACH * at::get_num_threads(),
-                parts = std::clamp<int64_t>((wanted + sequences - 1) / sequences, 1, heads);
-  std::vector<HeadTask> tasks;
-  for (const bool is_long : {true, false})
-    for (int64_t s = 0; s < sequences; ++s) {
-      if ((starts[s + 1] - starts[s] >= LONG_ROWS) != is_long) continue;
-      const int64_t count = is_long ? heads : parts;
-      for (int64_t part = 0; part < count; ++part)
-        tasks.push_back({s, heads * part / count, heads * (part + 1) / count});
-    }
-  return tasks;
-}
-
 // Calls `work` with every sequence and head. `width`: elements that a head handles for a row.
 template <typename F>
 void over_heads(const int32_t* starts, int64_t sequences, int64_t heads, int64_t width, F work) {
-  const std::vector<HeadTask> tasks = head_tasks(starts, sequences, heads);
+  const int64_t most = at::get_num_threads();
+  const std::vector<HeadTask> tasks = head_tasks(starts, sequences, heads, most);
   const int64_t worth = starts[sequences] * heads / grain(width),
-                threads = std::min<int64_t>(
-                    {at::get_num_threads(), int64_t(tasks.size()), std::max<int64_t>(1, worth)});
+                threads =
+                    std::min<int64_t>({most, int64_t(tasks.size()), std::max<int64_t>(1, worth)});
   Progress progress;
   at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-    for (int64_t thread = first; thread < last; ++thread)
-      for (int64_t i;
-           (i = progress.next.fetch_add(1, std::memory_order_relaxed)) < int64_t(tasks.size());)
-        for (int64_t head = tasks[i].first; head < tasks[i].last; ++head)
-          work(tasks[i].sequence, head);
+    for (int64_t thread = first; thread < last; ++thread) take_heads(tasks, progress.next, work);
   });
 }
 
@@ -121,6 +93,7 @@ at::Tensor delta_rule(const at::Tensor& mixed, const at::Tensor& numbers, const 
       .turned = turned.data_ptr<float>(),
       .summed = summed.data_ptr<float>(),
       .out = out.data_ptr(),
+      .out_stride = H * V,
   };
   over_heads(starts, S, args.turned_heads(), kernel * std::max(K, V),
              [&](int64_t sequence, int64_t head) { KERNEL(convolve_head)(args, sequence, head); });

@@ -80,6 +80,7 @@ at::Tensor sigmoid_mul(const at::Tensor& gates, const at::Tensor& x) {
       .out = out.data_ptr(),
       .width = x.size(1),
       .gates_stride = gates.stride(0),
+      .stride = x.size(1),
       .is_bf16 = is_bf16(x),
   };
   at::parallel_for(0, x.size(0), grain(args.width),

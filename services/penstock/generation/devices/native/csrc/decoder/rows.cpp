@@ -238,7 +238,7 @@ static void sigmoid_mul_row(const T* gates, const T* x, T* out, int64_t n) {
 
 void sigmoid_mul(const GateArgs& a, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
-    const int64_t at = row * a.width, from = row * a.gates_stride;
+    const int64_t at = row * a.stride, from = row * a.gates_stride;
     if (a.is_bf16)
       sigmoid_mul_row<bf16>((const bf16*)a.gates + from, (const bf16*)a.x + at, (bf16*)a.out + at,
                             a.width);

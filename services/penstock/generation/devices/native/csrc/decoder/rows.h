@@ -43,7 +43,8 @@ struct SiluArgs {
 struct GateArgs {
   const void *gates, *x;
   void* out;
-  int64_t width, gates_stride;  // of the rows of `gates`; the others lie side by side
+  int64_t width, gates_stride;
+  int64_t stride;  // of the rows of `x` and `out`
   bool is_bf16;
 };
 
