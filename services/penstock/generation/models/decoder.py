@@ -107,7 +107,7 @@ class CausalLM:
 
     @property
     def can_draw(self) -> bool:
-        """True when `forward_and_draw` and `decode` may be called."""
+        """True when `forward_and_draw` may be called, and `decode` where layers keep no states."""
         return self._fused is not None
 
     @property
