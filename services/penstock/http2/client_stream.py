@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from penstock.http2 import frames
 from penstock.http2.client_connection import ClientConnection, rpc_error, wake
 from penstock.http2.limits import ChannelLimits
+from penstock.http2.one_write import flushed_together
 
 ResponseT = TypeVar("ResponseT")
 END: object = cast("Any", grpc.aio).EOF
@@ -211,7 +212,11 @@ class ClientStreamCall(ClientConnection, Generic[ResponseT]):
         return END
 
     def _deliver(self) -> None:
-        """Hand on messages that have arrived, a limited number of bytes in one turn of the event loop."""
+        """Hand on messages that have arrived; what their receiver writes to others' connections leaves at once."""
+        flushed_together(self._hand_on)
+
+    def _hand_on(self) -> None:
+        """Hand on messages, a limited number of bytes in one turn of the event loop."""
         self._goes_on = False
         done = 0
         while self._messages and self._on_message is not None:

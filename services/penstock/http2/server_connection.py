@@ -29,6 +29,7 @@ from penstock.http2.keepalive import KeepAlive
 from penstock.http2.limits import IdleFrames, Limits, Pings
 from penstock.http2.listener import let_go
 from penstock.http2.metered_tls import meter, stop_metering
+from penstock.http2.one_write import waiting
 from penstock.http2.request_bytes import RequestBytes
 from penstock.http2.server_call import Call, Refused
 from penstock.http2.stranger_turns import StrangerTurns
@@ -172,9 +173,13 @@ class Connection(asyncio.Protocol):
         self.flow.pass_on()
 
     def send(self, data: bytes) -> None:
-        """Queue bytes; what is queued in one turn of the event loop leaves together."""
+        """Queue bytes; what is queued in one turn of the event loop, or in one call of `flushed_together`, leaves
+        together."""
         if not self._out:
-            self._loop.call_soon(self._flush)
+            if (flushes := waiting.flushes) is None:
+                self._loop.call_soon(self._flush)
+            else:
+                flushes.append(self._flush)
         self._out.append(data)
         self._out_bytes += len(data)
         if self._out_bytes >= self._limits.write_buffer_bytes:

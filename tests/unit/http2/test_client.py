@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from factories.wire.http2 import Peer as Reader
 from factories.wire.http2 import Socket, frames_of, message
 from hpack import Encoder
 from hypothesis import given, settings
@@ -271,6 +272,35 @@ async def test_messages_are_handed_on_as_they_arrive_and_the_status_behind_them(
     with pytest.raises(grpc.aio.AioRpcError):
         await running
     assert taken == [1, 2, 3, *[60_000] * 4], "large ones take several turns"
+
+
+async def test_what_a_taker_sends_to_others_leaves_in_one_write_each_before_the_next_turn() -> None:
+    peer, readers = Peer(), [Reader() for _ in range(2)]
+    await asyncio.sleep(0)
+    writes: list[list[bytes]] = []
+    for reader in readers:
+        writes.append([])
+        reader.socket.write = writes[-1].append  # type: ignore[method-assign]
+
+    def take(one: SessionResponse) -> None:
+        for reader in readers:
+            reader.connection.give_back(1, 1 + one.step)
+        if one.step == 2:
+            raise ValueError("no")
+
+    running = asyncio.ensure_future(peer.call.run(take))
+    await asyncio.sleep(0)
+    peer.data(b"".join(message(step(number).SerializeToString()) for number in range(2)))
+    both = [frames.window_update(1, 1) + frames.window_update(1, 2)]
+    assert writes == [both, both], "before another turn begins"
+    peer.data(message(step(2).SerializeToString()))
+    assert [own[1:] for own in writes] == [[frames.window_update(1, 3)]] * 2, "also where the taker fails"
+    with pytest.raises(ValueError, match="no"):
+        await running
+    readers[0].connection.give_back(1, 9)
+    assert len(writes[0]) == 2, "elsewhere at the end of the turn"
+    await asyncio.sleep(0)
+    assert writes[0][2:] == [frames.window_update(1, 9)]
 
 
 async def test_an_error_of_the_taker_ends_the_run_as_does_a_bad_message() -> None:
