@@ -38,8 +38,8 @@ class StepHistogram(Collector):
             self._sum += value * count
 
     def observe_one(self, value: float) -> None:
-        """Record `value`. Of equal ones in a row, as of the sequences in one step, only the first takes a look at the
-        buckets. For one thread of all."""
+        """Record `value`. The buckets are looked at once for equal ones in a row, as of the sequences in one step. One
+        thread alone may call it."""
         if value == self._last_one:
             self._num_last += 1
             return

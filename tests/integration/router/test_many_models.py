@@ -113,6 +113,8 @@ async def test_each_request_goes_to_its_model_and_its_tokenizer(tmp_path: Path, 
             assert router.metric("model_generation_tokens_total", model="bytes") == 8
             assert router.metric("model_time_to_first_token_seconds_count", model="bytes") == 2
             assert router.metric("model_requests_live", model="bytes") == 0
+            # Three answers of four tokens; some come together.
+            assert 0 < router.metric("inter_token_latency_seconds_count") <= 9
 
 
 async def test_an_unknown_name_is_told_the_names_and_no_name_the_default(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the backends that have prefixes: of many backends only these are asked for a match."""
+"""Memory of the backends that have prefixes: of many backends these are asked for a match, and few others."""
 
 from __future__ import annotations
 

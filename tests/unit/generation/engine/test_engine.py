@@ -342,10 +342,21 @@ def test_load_says_what_waits_runs_and_is_held() -> None:
     engine.step()
     load = engine.load()
     assert (load.waiting_requests, load.running_requests, load.running_sequences) == (1, 2, 2)
+    assert (load.step, load.group_blocks_used) == (1, engine._scheduler.pool.used_by_group)
+    assert load.measured_at > 0
     # The first has 12 rows of 16, and then the 3 that the second has no use for.
     assert load.pending_prompt_tokens == 5 + 5
     assert load.kv_blocks_used == 6
     assert load.kv_blocks_free + load.kv_blocks_evictable + load.kv_blocks_used == load.kv_blocks_total == 64
+
+
+def test_load_tells_sequences_from_requests() -> None:
+    engine, _ = make_engine(engine_config(max_running_sequences=8))
+    engine.add(request([1, 2], max_new_tokens=4, do_sample=True, num_return_sequences=3))
+    engine.add(request([3], max_new_tokens=4))
+    engine.step()
+    load = engine.load()
+    assert (load.waiting_requests, load.running_requests, load.running_sequences) == (0, 2, 4)
 
 
 def test_counters_count() -> None:
