@@ -362,6 +362,7 @@ def test_states_and_draws_are_those_of_layer_by_layer_where_some_rows_are_wanted
         (2, torch.tensor([3]), "a sequence has no slot"),
         (3, torch.tensor([0]), "a sequence has no slot, no rows, or keeps others"),
         (4, torch.tensor([0, 0]), "a number of each sequence"),
+        (1, torch.zeros(3), "the states are of other layers"),
     ],
 )
 def test_states_of_another_model_or_step_are_refused(
@@ -381,6 +382,20 @@ def test_states_of_another_model_or_step_are_refused(
     monkeypatch.setattr(fused, "_states", wrong)
     with pytest.raises(RuntimeError, match=refusal):
         model.forward(torch.tensor([1, 2, 3, 4]), positions, replace(metadata, state_slots=(0,)), kv)
+
+
+def test_a_step_with_other_rows_than_its_sequences_or_that_revises_states_is_refused(tmp_path: Path) -> None:
+    model = native(tiny_checkpoint(tmp_path, "qwen3_5_text"), "none")
+    kv = KVShape.of(model.config, model.dtype, 8).pool(1, torch.device("cpu"))
+    kv.states = new_states(model.state_layout, 3, torch.device("cpu"))
+    metadata, positions = AttentionMetadata.build([4], [4], torch.zeros(1, 1, dtype=torch.int32), 8)
+    metadata = replace(metadata, state_slots=(0,))
+    ids = torch.tensor([1, 2, 3, 4])
+    other = replace(metadata, query_start=torch.tensor([0, 3], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="the sequences have other rows"):
+        model.forward(ids, positions, other, kv)
+    with pytest.raises(RuntimeError, match="revises states"):
+        model.forward_and_draw(ids, positions, replace(metadata, state_kept=(2,)), kv)
 
 
 def with_head(model: CausalLM, weight_VI: torch.Tensor, bias_V: torch.Tensor | None = None) -> CausalLM:

@@ -285,6 +285,8 @@ class CausalLM:
     ) -> tuple[Tensor, Tensor]:
         """Return the result of FusedLayers, and note the states that it leaves. `rows`: embeddings, rows of tokens'
         vectors, and the wanted rows."""
+        if metadata.revises_states:
+            raise RuntimeError("a step that revises states goes layer by layer")
         hidden_TI, table_rows_TX, rows_R = rows
         result = fused(hidden_TI, positions_T, metadata, kv, rows_R, adapters, taps, table_rows_TX, draws=draws)
         if self.config.delta is not None:

@@ -149,9 +149,8 @@ class FusedLayers:
         taps: LayerTaps | None = None,
     ) -> list[int]:
         """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. Not for layers
-        that keep states. `tables` is as
-        AttentionMetadata.block_tables, or view_tables, and may be wider. No adapter may change the embedding. Fill
-        `taps`."""
+        that keep states. `tables` is as AttentionMetadata.block_tables, or view_tables, and may be wider. No adapter
+        may change the embedding. Fill `taps`."""
         cos, sin = self._tables(longest)
         native = None if adapters is None else adapters.native
         tapped = None if taps is None else (list(taps.layers), taps.room(len(ids), self._like_TI))

@@ -214,7 +214,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
 
   void take_kind(const Layer& layer) {
     if (layer.delta) {
-      kind_of.push_back(0);  // never asked for
+      kind_of.push_back(0);  // it has no heads that attend
       return;
     }
     const auto same = [&](size_t other) {

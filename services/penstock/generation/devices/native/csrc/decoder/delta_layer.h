@@ -53,9 +53,12 @@ struct DeltaStates {
     before = parts[0], matrices = parts[1], slots = parts[2], kept = parts[3], is_new = parts[4];
   }
 
-  // `starts`: where the rows of `sequences` sequences begin. `most`: the highest place of a layer.
+  // `starts`: where those of `rows` of `sequences` sequences begin. `most`: the highest place of a
+  // layer.
   void check(const DeltaSizes& sizes, int64_t most, const int32_t* starts, int64_t sequences,
-             at::ScalarType type) const {
+             int64_t rows, at::ScalarType type) const {
+    TORCH_CHECK(starts[0] == 0 && starts[sequences] == rows, "the sequences have other rows");
+    TORCH_CHECK(matrices.dim() == 5, "the states are of other layers");
     const int64_t count = matrices.size(0);
     TORCH_CHECK(before.dim() == 4 && before.is_contiguous() && before.scalar_type() == type &&
                     before.size(0) == count && before.size(1) > most &&

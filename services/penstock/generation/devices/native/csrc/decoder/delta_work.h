@@ -22,6 +22,7 @@ constexpr int64_t LONG_ROWS = 8, TASKS_EACH = 4;
 // most of the time, so threads could not share it by numbers of sequences.
 inline std::vector<HeadTask> head_tasks(const int32_t* starts, int64_t sequences, int64_t heads,
                                         int64_t threads) {
+  if (sequences == 0) return {};
   const int64_t wanted = TASKS_EACH * threads,
                 parts = std::clamp<int64_t>((wanted + sequences - 1) / sequences, 1, heads);
   std::vector<HeadTask> tasks;

@@ -298,7 +298,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   TORCH_CHECK(delta.has_value() == (pass.states != nullptr),
               "states are for models with layers that keep some");
   if (delta)
-    pass.states->check(*delta, most_place, pass.query_start, pass.sequences,
+    pass.states->check(*delta, most_place, pass.query_start, pass.sequences, T,
                        pass.hidden.scalar_type());
   const int64_t most_threads = at::get_num_threads(), drawing = pass.draws ? most_threads : 0;
   Step step{
@@ -418,7 +418,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
     args.query_start = pass.query_start;
     tasks.all = attention_tasks(args, pass.sequences, most_threads);
     if (pass.wanted == nullptr) continue;
-    if (kind == kind_of[step.picked.layer])
+    if (kind == kind_of[step.picked.layer] && !layers[step.picked.layer].delta)
       tasks.picking = tasks_of(args, tasks.all, pass.wanted, R);
     if (step.picked.layer + 1 == layers.size()) continue;
     args.query_start = step.picked.query_start.data();
