@@ -2,6 +2,7 @@
 
     python -m benchmarks gateway_requests
     python -m benchmarks gateway_requests --tree /path/to/another/checkout --tokens 16 --cycles 5
+    python -m benchmarks gateway_requests --tree /path/to/another/checkout --instructions
 
 Gateway, router and tokenizer are processes of `--tree`; the backend, which emits without a model, and the only client
 are this process. Requests come one after the other on one connection that is kept. A streamed answer gets its next
@@ -10,7 +11,10 @@ the number of tokens that are read at once. A turn is a round of one cell.
 
 Processor time is what the kernel counts for all threads of a process (/proc/PID/task/TID/schedstat), µs a request.
 Calls are those of Python and C in the main thread of a second gateway and router. They are the same in each run,
-however busy the machine is, but for what is done by the clock.
+however busy the machine is, but for what is done by the clock. So are instructions in user mode, which see what a call
+costs, too; what the kernel does for a process is not among them. The processor time of two trees differs by some
+percent from one start of their processes to the next, wherever their memory happens to lie; instructions by less than
+one.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from typing import Any
 from factories.servers import stack
 from factories.servers.emitting_backend import EmittingBackend
 
-from benchmarks import _counted_program
+from benchmarks import _callgrind, _counted_program
 from benchmarks._arguments import at_least
+from benchmarks._callgrind import Callgrind
 from benchmarks._report import Report
 from benchmarks._wire_stack import Answer, make_answer, wait_ready
 
@@ -42,6 +47,8 @@ FORMS = ("streamed", "whole")
 PARTS = ("gateway", "router")
 # Of the counted processes: the first ones make what is kept from then on.
 _FIRST_REQUESTS, _COUNTED_REQUESTS = 4, 7
+# Tokens of the answers of a turn under callgrind.
+_SLOW_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Pair:
-    """A gateway before a router of its own. `calls`: files of their counters by part; none where nothing is counted."""
+    """A gateway before a router of its own. `calls`: files of their counters by part, and `instructions`: their other
+    counters; none where nothing is counted."""
 
     address: str
     pids: dict[str, int]
     calls: dict[str, Path] = field(default_factory=dict)
+    instructions: dict[str, Callgrind] = field(default_factory=dict)
 
     def spent(self) -> dict[str, float]:
         """Processor time of each part so far, seconds."""
@@ -159,13 +168,16 @@ class Bench:
         self._folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-requests-")))
         self._tokenizer = self._start("tokenizer")
         self._tokenizer.wait_ready()
-        self._answer = make_answer(self._tokenizer.address, most_tokens)
+        self.answer = make_answer(self._tokenizer.address, most_tokens)
         self.backend = EmittingBackend(
-            script=lambda _: self._answer.ids, vocab_size=0, fingerprint=self._answer.fingerprint
+            script=lambda _: self.answer.ids, vocab_size=0, fingerprint=self.answer.fingerprint
         )
 
-    def _start(self, role: str, *flags: str, calls: Path | None = None) -> stack.Process:
+    def _start(self, role: str, *flags: str, calls: Path | None = None, dumps: Path | None = None) -> stack.Process:
         more, program = {}, _PROGRAM
+        if dumps is not None:
+            more[_callgrind.VARIABLE] = str(dumps)
+            program = (str(_ROOT / "benchmarks" / "_callgrind.py"),)
         if calls is not None:
             calls.write_bytes(bytes(8))
             # The counter is this tree's, whatever is counted.
@@ -176,19 +188,23 @@ class Bench:
         self._exits.callback(process.kill)
         return process
 
-    async def pair(self, *, counted: bool) -> Pair:
+    async def pair(self, *, counted: bool = False, by_callgrind: bool = False) -> Pair:
         """Gateway and router, ready. The backend must listen."""
         calls = {part: self._folder / part for part in PARTS} if counted else {}
+        dumps = {part: self._folder / f"{part}-dump" for part in PARTS} if by_callgrind else {}
         where = ("--tokenizer", self._tokenizer.address, "--backend", self.backend.address)
-        router = self._start("router", *where, calls=calls.get("router"))
+        router = self._start("router", *where, calls=calls.get("router"), dumps=dumps.get("router"))
         await asyncio.to_thread(router.wait_ready)
-        gateway = self._start("gateway", "--router", router.address, calls=calls.get("gateway"))
+        gateway = self._start(
+            "gateway", "--router", router.address, calls=calls.get("gateway"), dumps=dumps.get("gateway")
+        )
         await asyncio.to_thread(wait_ready, gateway)
-        return Pair(gateway.address, {"gateway": gateway.popen.pid, "router": router.popen.pid}, calls)
+        pids = {"gateway": gateway.popen.pid, "router": router.popen.pid}
+        return Pair(gateway.address, pids, calls, {part: Callgrind(pids[part], path) for part, path in dumps.items()})
 
     async def cpu(self, pair: Pair, cell: Cell, requests: int) -> dict[str, float]:
         """Microseconds of each part for a request."""
-        async with Client(pair.address, self.backend, self._answer) as client:
+        async with Client(pair.address, self.backend, self.answer) as client:
             for _ in range(_FIRST_REQUESTS):
                 await client.ask(cell)
             before = pair.spent()
@@ -199,7 +215,7 @@ class Bench:
     async def calls(self, pair: Pair, cell: Cell) -> dict[str, int]:
         """Calls of each part for a request: the median of some."""
         found: dict[str, list[int]] = {part: [] for part in pair.calls}
-        async with Client(pair.address, self.backend, self._answer) as client:
+        async with Client(pair.address, self.backend, self.answer) as client:
             for _ in range(_FIRST_REQUESTS):
                 await client.ask(cell)
             before = pair.called()
@@ -211,6 +227,18 @@ class Bench:
                 before = after
         return {part: int(median(values)) for part, values in found.items()}
 
+    async def instructions(self, pair: Pair, cell: Cell) -> dict[str, int]:
+        """Instructions of each part for a request."""
+        requests = max(3, _SLOW_TOKENS // cell.tokens)
+        async with Client(pair.address, self.backend, self.answer) as client:
+            for _ in range(_FIRST_REQUESTS):
+                await client.ask(cell)
+            for counter in pair.instructions.values():
+                await counter.reset()
+            for _ in range(requests):
+                await client.ask(cell)
+            return {part: await counter.taken() // requests for part, counter in pair.instructions.items()}
+
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
     """Every kind of request that was asked for."""
@@ -220,13 +248,37 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 yield Cell(route, form, tokens)
 
 
+async def count_instructions(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
+    """A row for each turn."""
+    _callgrind.check_installed()
+    rows: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as exits:
+        bench = Bench(options.tree, max(options.tokens), exits)
+        async with bench.backend:
+            pair = await bench.pair(by_callgrind=True)
+            async with Client(pair.address, bench.backend, bench.answer) as client:
+                # Before the counters begin: what a process does once.
+                for cell in cells(options):
+                    for _ in range(_FIRST_REQUESTS):
+                        await client.ask(cell)
+            for counter in pair.instructions.values():
+                await counter.begin()
+            table = report.table(("request", *(f"{part}, thousand instructions" for part in PARTS)))
+            for _ in range(options.cycles):
+                for cell in cells(options):
+                    found = await bench.instructions(pair, cell)
+                    rows.append({"cell": cell.name, "instructions": found})
+                    table.row(cell.name, *(f"{found[part] / 1000:.0f}" for part in PARTS))
+    return rows
+
+
 async def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     """A row for each turn."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as exits:
         bench = Bench(options.tree, max(options.tokens), exits)
         async with bench.backend:
-            plain, counted = await bench.pair(counted=False), await bench.pair(counted=True)
+            plain, counted = await bench.pair(), await bench.pair(counted=True)
             table = report.table(("request", *(f"{part} µs" for part in PARTS), *(f"{part} calls" for part in PARTS)))
             for _ in range(options.cycles):
                 for cell in cells(options):
@@ -244,9 +296,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routes", choices=ROUTES, nargs="+", default=list(ROUTES))
     parser.add_argument("--forms", choices=FORMS, nargs="+", default=list(FORMS))
     parser.add_argument("--cycles", type=at_least(1), default=1, help="turns of each cell")
+    parser.add_argument(
+        "--instructions", action="store_true", help="count instructions under valgrind, in place of calls and time"
+    )
     parser.add_argument("--round-tokens", type=at_least(1), default=3200, help="of a turn: it has as many requests")
 
 
 def main(options: argparse.Namespace, report: Report) -> None:
     """Measure, and report it."""
-    report.save({"settings": report.settings, "rows": asyncio.run(measure(options, report))})
+    work = count_instructions if options.instructions else measure
+    report.save({"settings": report.settings, "rows": asyncio.run(work(options, report))})

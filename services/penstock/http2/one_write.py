@@ -6,6 +6,7 @@ a router does for it.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 
@@ -20,7 +21,8 @@ waiting = _DueFlushes()
 
 
 def flushed_together(work: Callable[[], None]) -> None:
-    """Call `work`, and then once what was appended to `waiting.flushes` meanwhile. Raises as `work`."""
+    """Call `work`, and then what was appended to `waiting.flushes` meanwhile, in a running event loop. Raises as
+    `work`."""
     if waiting.flushes is not None:
         work()
         return
@@ -30,4 +32,9 @@ def flushed_together(work: Callable[[], None]) -> None:
     finally:
         waiting.flushes = None
         for flush in flushes:
-            flush()
+            try:
+                flush()
+            except Exception as error:
+                # It is no fault of `work`, nor of the other connections.
+                told = {"message": "bytes could not be written to a connection", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(told)

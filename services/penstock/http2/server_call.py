@@ -46,7 +46,7 @@ class CallConnection(Protocol):
         """True until a call of the connection was admitted by its credentials."""
 
     def send(self, data: bytes) -> None:
-        """Queue bytes; all bytes queued in one turn of the event loop are sent together."""
+        """Queue bytes; see Connection.send."""
 
     def give_back(self, stream: int, size: int) -> None:
         """Let the client send `size` more bytes on `stream`."""

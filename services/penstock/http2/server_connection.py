@@ -41,6 +41,8 @@ _CONTENT_TYPE = "application/grpc"
 # Most bytes of answers that wait for a stranger. Seconds that it waits for the end after it broke the protocol, and
 # that it has to read the last bytes where others need its place.
 _STRANGERS_WRITE_BYTES, _STRANGERS_LINGER_SECONDS = 16 << 10, 1.0
+# Seconds after bytes that left early in which others wait for the end of the turn.
+_SAME_TURN_SECONDS = 100e-6
 # States of TCP: reset, and closed by the other end.
 _HUNG_UP = (7, 8)
 # Calls that a change of the initial window may reach for the price of one frame.
@@ -66,6 +68,7 @@ class Connection(asyncio.Protocol):
         "_is_draining",
         "_keepalive",
         "_late",
+        "_left_early",
         "_limits",
         "_loop",
         "_most_unread",
@@ -115,6 +118,7 @@ class Connection(asyncio.Protocol):
         self._late: asyncio.TimerHandle | None = None
         self._out: list[bytes] = []
         self._out_bytes = 0
+        self._left_early = 0.0
         self._is_draining = False
         self._is_closing = False
         self._block = HeaderBlock(limits.max_header_list_bytes)
@@ -173,13 +177,17 @@ class Connection(asyncio.Protocol):
         self.flow.pass_on()
 
     def send(self, data: bytes) -> None:
-        """Queue bytes; what is queued in one turn of the event loop, or in one call of `flushed_together`, leaves
-        together."""
+        """Queue bytes; what is queued in one turn of the event loop leaves together.
+
+        What is queued in a call of `flushed_together` leaves at its end, but for what follows within a moment: where
+        many peers' messages are read in one turn, that has all of them but the first.
+        """
         if not self._out:
-            if (flushes := waiting.flushes) is None:
+            flushes = waiting.flushes
+            if flushes is None or time.monotonic() - self._left_early < _SAME_TURN_SECONDS:
                 self._loop.call_soon(self._flush)
             else:
-                flushes.append(self._flush)
+                flushes.append(self._flush_early)
         self._out.append(data)
         self._out_bytes += len(data)
         if self._out_bytes >= self._limits.write_buffer_bytes:
@@ -214,6 +222,10 @@ class Connection(asyncio.Protocol):
         self._flush()
         if self._transport is not None:
             self._transport.close()
+
+    def _flush_early(self) -> None:
+        self._left_early = time.monotonic()
+        self._flush()
 
     def _flush(self) -> None:
         out, self._out, self._out_bytes = self._out, [], 0

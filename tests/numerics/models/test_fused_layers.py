@@ -46,6 +46,8 @@ CASES: list[Any] = [
     ("gemma2", {}),
     ("gemma3_text", {}),
     ("gemma4_text", {}),
+    # Gates, and no layer that keeps a state.
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
     pytest.param("gemma4_text", GEMMA4_LARGE, marks=pytest.mark.slow),
     *(pytest.param(family, {}, marks=pytest.mark.slow) for family in ("granite", "phi3", "glm4", "smollm3")),
 ]

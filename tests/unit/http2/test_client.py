@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import grpc
@@ -13,8 +14,9 @@ from hpack import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.config import ChannelConfig
-from penstock.http2 import frames
+from penstock.http2 import frames, server_connection
 from penstock.http2.client_stream import END, ClientStreamCall
+from penstock.http2.one_write import flushed_together
 from penstock.v1 import generation_pb2
 from penstock.v1.generation_pb2 import SessionEvent, SessionRequest, SessionResponse
 
@@ -274,13 +276,20 @@ async def test_messages_are_handed_on_as_they_arrive_and_the_status_behind_them(
     assert taken == [1, 2, 3, *[60_000] * 4], "large ones take several turns"
 
 
-async def test_what_a_taker_sends_to_others_leaves_in_one_write_each_before_the_next_turn() -> None:
+def heard(reader: Reader) -> list[bytes]:
+    """Return what is written to a reader from now on."""
+    writes: list[bytes] = []
+    reader.socket.write = writes.append  # type: ignore[method-assign]
+    return writes
+
+
+async def test_what_a_taker_sends_to_others_leaves_in_one_write_each_before_the_next_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_connection, "_SAME_TURN_SECONDS", 0.0)
     peer, readers = Peer(), [Reader() for _ in range(2)]
     await asyncio.sleep(0)
-    writes: list[list[bytes]] = []
-    for reader in readers:
-        writes.append([])
-        reader.socket.write = writes[-1].append  # type: ignore[method-assign]
+    writes = [heard(reader) for reader in readers]
 
     def take(one: SessionResponse) -> None:
         for reader in readers:
@@ -301,6 +310,41 @@ async def test_what_a_taker_sends_to_others_leaves_in_one_write_each_before_the_
     assert len(writes[0]) == 2, "elsewhere at the end of the turn"
     await asyncio.sleep(0)
     assert writes[0][2:] == [frames.window_update(1, 9)]
+
+
+async def test_of_many_peers_messages_in_one_turn_all_but_the_first_leave_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_connection, "_SAME_TURN_SECONDS", 60.0)
+    reader = Reader()
+    await asyncio.sleep(0)
+    writes = heard(reader)
+    reader.connection._left_early = -math.inf
+    for number in range(8):
+        flushed_together(lambda more=1 + number: reader.connection.give_back(1, more))  # type: ignore[misc]
+    await asyncio.sleep(0)
+    rest = b"".join(frames.window_update(1, 1 + number) for number in range(1, 8))
+    assert writes == [frames.window_update(1, 1), rest]
+
+
+async def test_a_write_that_fails_is_told_and_keeps_no_other_from_leaving() -> None:
+    bad, good = Reader(), Reader()
+    await asyncio.sleep(0)
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+
+    def fail(_: bytes) -> None:
+        raise OSError("no")
+
+    def send() -> None:
+        for reader in (bad, good):
+            reader.connection.give_back(1, 1)
+
+    writes = heard(good)
+    bad.socket.write = fail  # type: ignore[method-assign]
+    flushed_together(send)
+    assert writes == [frames.window_update(1, 1)]
+    assert [str(one["exception"]) for one in told] == ["no"]
 
 
 async def test_an_error_of_the_taker_ends_the_run_as_does_a_bad_message() -> None:
