@@ -181,15 +181,14 @@ def can_fuse(
     # This may be a part of a layer that waits for its other parts.
     if not all(type(layer.mlp) is SwiGLU for layer in layers):
         return False
-    if not all(isinstance(linear, NativeLinear) for layer in layers for linear in layer.quantisable):
-        return False
     if tokens is not None and not isinstance(tokens.product, NativeLinear):
         return False
     if not all(type(layer.attention) in _KINDS for layer in layers):
         return False
-    if not all(isinstance(linear, NativeLinear) for layer in layers for linear in _products(layer).values()):
+    products = [product for layer in layers for product in _products(layer).values()]
+    if not all(isinstance(product, NativeLinear) for product in products):
         return False
-    widths = {config.hidden_size} | {linear.in_features for layer in layers for linear in layer.quantisable}
+    widths = {config.hidden_size, *(product.in_features for product in products)}
     return isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
