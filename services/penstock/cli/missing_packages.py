@@ -12,7 +12,7 @@ MODULES = {
     "generation": ("torch", "numpy", "safetensors", "huggingface_hub", "llguidance"),
     "tokenizer": ("transformers", "tokenizers", "jinja2"),
     "gateway": ("starlette", "uvicorn", "httptools"),
-    "service": ("grpc_reflection", "prometheus_client"),
+    "service": ("grpc_reflection", "prometheus_client", "aiohappyeyeballs"),
     "tracing": ("opentelemetry",),
     "plot": ("matplotlib",),
     "redis": ("redis",),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from penstock.common.child_signal import signal_child
 
@@ -71,10 +71,8 @@ class Child:
     def __init__(self, transport: asyncio.SubprocessTransport, wire: _Wire) -> None:
         self._transport = transport
         self._wire = wire
-        requests = transport.get_pipe_transport(0)
-        if not isinstance(requests, asyncio.WriteTransport):
-            raise ValueError("the process has no pipes")
-        self._requests = requests
+        # Of another class with each event loop.
+        self._requests = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
 
     @classmethod
     async def spawn(cls, module: str, environment: dict[str, str]) -> Child:

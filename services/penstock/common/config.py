@@ -65,6 +65,11 @@ class ProcessConfig:
     """Configuration of a process that listens, whatever its protocol."""
 
     host: str = option("127.0.0.1", "Address to listen on.", group=NETWORK)
+    event_loop: Literal["auto", "uvloop", "asyncio"] = option(
+        "auto",
+        "auto: uvloop where it is installed and the process does not listen with TLS, else asyncio.",
+        group=NETWORK,
+    )
     drain_grace_seconds: float = option(30.0, "Time for running work to finish after SIGTERM.", group=LIMITS, minimum=0)
     tls_cert: str | None = option(None, "Certificate chain (PEM): serve TLS.", group=SECURITY, metavar="FILE")
     tls_key: str | None = option(None, "Private key of --tls-cert (PEM).", group=SECURITY, metavar="FILE")

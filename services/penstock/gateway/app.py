@@ -16,6 +16,7 @@ from typing_extensions import override
 from penstock.common.addresses import BoundAddresses
 from penstock.common.credentials import TokenFile
 from penstock.common.errors import StartupError
+from penstock.common.event_loop import running_loop_name
 from penstock.common.logging import get_logger
 from penstock.common.metrics import add_process_metrics
 from penstock.gateway.background import Background
@@ -251,7 +252,7 @@ class GatewayApp(OwnServer):
         if self._health_socket is not None:
             await self._health_socket.open()
         self._address = await self._server.listen()
-        _log.info("listening", http=self._address)
+        _log.info("listening", http=self._address, event_loop=running_loop_name())
         if self._grpc is not None:
             try:
                 await self._grpc.listen()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import grpc
+from aiohappyeyeballs import start_connection
 from google.protobuf.message import DecodeError
 
 from penstock.http2 import frames
@@ -62,14 +64,15 @@ class Peer:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
-                _, protocol = await loop.create_connection(
-                    make,
-                    self._host,
-                    self._port,
-                    ssl=self._tls,
-                    server_hostname=self._name,
-                    happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
-                )
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                end = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS, interleave=1)
+                try:
+                    _, protocol = await loop.create_connection(
+                        make, sock=end, ssl=self._tls, server_hostname=self._name
+                    )
+                except BaseException:
+                    end.close()
+                    raise
         except (OSError, TimeoutError) as error:
             # A TimeoutError of asyncio has no text.
             reason = str(error) or f"no answer within {timeout:g} s"

@@ -103,18 +103,15 @@ class Listener:
         if tls is not None:
             prepare(tls)
         loop, host = asyncio.get_running_loop(), host.strip("[]")
-        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         if host == "::" and socket.has_dualstack_ipv6():
-            # With IPv4, like grpc; asyncio would take only IPv6.
-            kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
-        # asyncio finds the addresses and binds the sockets; it never listens on them itself.
-        server = await loop.create_server(make_protocol, start_serving=False, **where)
+            # With IPv4, like grpc.
+            both: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            sockets = [socket.create_server((host, port), reuse_port=shares_port, **both)]
+        else:
+            sockets = await _bound(loop, host, port, shares_port)
         bounds = (handshake_seconds, most_handshakes, most_handshakes_each, begins_at_once, on_work, pace)
-        made = [Listener(one.dup(), make_protocol, tls, *bounds) for one in server.sockets]
-        bound = int(server.sockets[0].getsockname()[1])
-        server.close()
-        return made, bound
+        made = [Listener(one, make_protocol, tls, *bounds) for one in sockets]
+        return made, int(sockets[0].getsockname()[1])
 
     def start(self) -> None:
         """Accept connections."""
@@ -183,3 +180,23 @@ class Listener:
     def _resume(self) -> None:
         self._retry = None
         self._loop.add_reader(self._socket, self._accept)
+
+
+async def _bound(loop: asyncio.AbstractEventLoop, host: str, port: int, shares_port: bool) -> list[socket.socket]:
+    """Bind a socket at each address of a host. Raises OSError, and then has bound none."""
+    found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sockets.append(one := socket.socket(family, kind, protocol))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+    except OSError:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets

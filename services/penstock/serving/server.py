@@ -22,6 +22,7 @@ from penstock.common.addresses import BoundAddresses, join_address, require_free
 from penstock.common.config import ProcessConfig, ServerConfig
 from penstock.common.credentials import BearerTokens, TokenFile
 from penstock.common.errors import StartupError
+from penstock.common.event_loop import running_loop_name
 from penstock.common.logging import get_logger
 from penstock.common.metrics import GrpcServerMetrics, add_process_metrics
 from penstock.serving.descriptors import raise_descriptor_limit
@@ -228,7 +229,7 @@ class RunningServer:
         await self._server.start()
         metrics = join_address(host, self._metrics.port) if self._metrics else None
         self._addresses = BoundAddresses(join_address(self.config.host, port), metrics)
-        _log.info("listening", grpc=self._addresses.grpc, metrics=metrics)
+        _log.info("listening", grpc=self._addresses.grpc, metrics=metrics, event_loop=running_loop_name())
         return self._addresses
 
     async def start(self) -> None:

@@ -6,6 +6,9 @@ is then a child like any other: what Popen, `kill` and `wait` do with it is the 
 
 from __future__ import annotations
 
+import asyncio
+import asyncio.base_events
+import asyncio.unix_events
 import atexit
 import contextlib
 import ctypes
@@ -20,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from penstock.common.environment import quiet_environment
 
 SWITCH = "PENSTOCK_FORKED_SERVICES"
@@ -75,6 +79,18 @@ def fork_programs(fork: Fork) -> None:
         popen._close_pipe_fds(*(given[name] for name in _PIPES))
 
     kind._execute_child = execute_child
+    _let_uvloop_ask_popen()
+
+
+def _let_uvloop_ask_popen() -> None:
+    """Have uvloop start programs as asyncio does, by Popen; its own way is that of tests with `forked=False`."""
+    loop: Any = uvloop.Loop
+    loop.subprocess_exec = asyncio.base_events.BaseEventLoop.subprocess_exec
+    # asyncio's method reads it; uvloop has its own in C.
+    loop._debug = False
+    of_unix: Any = asyncio.unix_events._UnixSelectorEventLoop
+    loop._make_subprocess_transport = of_unix._make_subprocess_transport
+    loop._child_watcher_callback = of_unix._child_watcher_callback
 
 
 def _order_of(given: Mapping[str, Any]) -> dict[str, Any] | None:

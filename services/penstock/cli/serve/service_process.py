@@ -21,6 +21,8 @@ from penstock.common.checkpoint import DEMO_HEAD, OWN_HEAD, check_model
 from penstock.common.config import ProcessConfig, ServerConfig, from_env_and_flags
 from penstock.common.environment import ENV_PREFIX, current_environment, prepare_environment
 from penstock.common.errors import StartupError
+from penstock.common.event_loop import loop_factory
+from penstock.common.event_loop import run as run_on
 from penstock.common.process import die_with_parent
 from penstock.common.progress import ReportsProgress
 
@@ -197,6 +199,7 @@ def _serve(role: Role, config: ProcessConfig, reporter: Reporter, gate: Gate | N
     began = time.monotonic()
     if not reporter.is_heard:
         say(f"{role.name}: loading")
+    make_loop = loop_factory(config.event_loop, is_tls=config.is_tls)
     display = serve_display(config)
     # Nearly all objects made before it is ready stay. Collections would take a fifth of the imports' time.
     gc.disable()
@@ -238,6 +241,6 @@ def _serve(role: Role, config: ProcessConfig, reporter: Reporter, gate: Gate | N
         )
 
     try:
-        return asyncio.run(run())
+        return run_on(run(), make_loop)
     finally:
         display.close()
