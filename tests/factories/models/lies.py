@@ -8,6 +8,7 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path as File
 from typing import Any
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, StartupError
@@ -132,6 +133,12 @@ def opened(content: bytes) -> tuple[Any, bytes]:
     """The header and the tensors' bytes of a safetensors file."""
     end = 8 + struct.unpack("<Q", content[:8])[0]
     return json.loads(content[8:end]), content[end:]
+
+
+def rewrite(file: File, content: bytes) -> None:
+    """Write a new file in the place of one. Where a file is emptied and written again, ext4 waits for the disk."""
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
 
 
 def _array(kind: int, count: int, data: bytes) -> bytes:

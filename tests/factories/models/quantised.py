@@ -448,4 +448,6 @@ def write_gguf(path: Path, facts: dict[str, Any], tensors: dict[str, tuple[int, 
         padded = octets + b"\0" * (-len(octets) % 32)
         data += padded
         offset += len(padded)
+    # A file that is emptied and written again would wait for the disk.
+    path.unlink(missing_ok=True)
     path.write_bytes(start + b"\0" * (-len(start) % 32) + data)

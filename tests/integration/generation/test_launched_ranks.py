@@ -1,4 +1,6 @@
-"""A launcher starts a process for each rank, by torchrun's variables: rank 0 serves, the others join it."""
+"""A launcher starts a process for each rank, by torchrun's variables: rank 0 serves, the others join it.
+
+Ranks that torchrun itself starts are new programs, others are forked as services are."""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Launched:
 
     def start(self, model: str, rank: int) -> stack.Process:
         own = {**self.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        return stack.start("generation", model, *FLAGS, environment=own, forked=False)
+        return stack.start("generation", model, *FLAGS, environment=own)
 
     def __enter__(self) -> Launched:
         return self
@@ -117,7 +119,7 @@ def test_torchrun_starts_the_ranks(model: str, wanted: tuple[int, ...]) -> None:
 
 def test_a_process_that_cannot_be_a_rank_names_the_variable(model: str) -> None:
     own = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    process = stack.start("generation", model, *FLAGS, environment=own, forked=False)
+    process = stack.start("generation", model, *FLAGS, environment=own)
     assert process.popen.wait(PATIENCE) != 0
     assert "LOCAL_RANK is 0, and RANK 1" in process.output()
 

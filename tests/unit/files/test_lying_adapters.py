@@ -10,7 +10,7 @@ import pytest
 from factories.engine.model_engine import load_tiny
 from factories.models.adapters import LAYER_TARGETS, lora_folder
 from factories.models.checkpoints import tiny_checkpoint
-from factories.models.lies import Outcomes, damaged, lies, opened, safetensors, texts
+from factories.models.lies import Outcomes, damaged, lies, opened, rewrite, safetensors, texts
 from penstock.common.errors import InvalidArgument
 from penstock.generation.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from penstock.generation.adapters.adapter_limits import AdapterLimits
@@ -51,7 +51,7 @@ def test_adapter_config_json(tmp_path: Path, checkpoint: Path, model: CausalLM) 
     outcomes = Outcomes(typed=(InvalidArgument,))
     for name, document in [("as it is", values), *lies(values), *texts(values)]:
         content = document if isinstance(document, bytes) else json.dumps(document).encode()
-        (folder / CONFIG_FILE).write_bytes(content)
+        rewrite(folder / CONFIG_FILE, content)
         outcomes.note(name, lambda: PeftFolder(folder, None, model, LIMITS).read())
     outcomes.check(800)
 
@@ -66,6 +66,6 @@ def test_headers_of_weights(tmp_path: Path, checkpoint: Path, model: CausalLM) -
     files += damaged(content, 300, within=len(content) - len(data))
     files += [("shorter", content[:-1]), ("longer", content + b"x"), ("only a length", content[:8])]
     for name, damage in files:
-        (folder / WEIGHTS_FILE).write_bytes(damage)
+        rewrite(folder / WEIGHTS_FILE, damage)
         outcomes.note(name, lambda: PeftFolder(folder, None, model, LIMITS).read())
     outcomes.check(1000)

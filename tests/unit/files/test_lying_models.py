@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
-from factories.models.lies import HOSTILE_FACTS, Outcomes, damaged, lies, opened, safetensors, texts
+from factories.models.lies import HOSTILE_FACTS, Outcomes, damaged, lies, opened, rewrite, safetensors, texts
 from factories.models.quantised import CASES, quantised_pair, write_gguf
 from penstock.common.errors import StartupError
 from penstock.common.gguf_file import GgufFile
@@ -59,7 +59,7 @@ def weights(folder: Path) -> None:
 
 
 def write(path: Path, value: Any) -> None:
-    path.write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
+    rewrite(path, value if isinstance(value, bytes) else json.dumps(value).encode())
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_headers_of_safetensors(families: dict[str, Path], tmp_path: Path) -> No
     files += damaged(content, 100, within=len(content) - len(data))
     files += [("shorter", content[:-1]), ("longer", content + b"x"), ("only a length", content[:8])]
     for name, damage in files:
-        (folder / SINGLE_FILE).write_bytes(damage)
+        rewrite(folder / SINGLE_FILE, damage)
         outcomes.note(name, lambda: weights(folder))
         outcomes.note(name, lambda: least_weight_bytes(folder, "auto", "none", map_embeddings=True))
     outcomes.check(800)
@@ -236,7 +236,7 @@ def test_facts_in_the_headers_of_quantised_checkpoints(tmp_path: Path) -> None:
     ]:
         said = document.decode(errors="replace") if isinstance(document, bytes) else json.dumps(document)
         metadata = {**header["__metadata__"], name: said}
-        (folder / SINGLE_FILE).write_bytes(safetensors({**header, "__metadata__": metadata}, data))
+        rewrite(folder / SINGLE_FILE, safetensors({**header, "__metadata__": metadata}, data))
         outcomes.note(named, lambda: load_model(folder, device=CPUDevice()))
     for nested in (False, True):
         (tmp_path / f"nf4-{nested}").mkdir()
@@ -394,7 +394,7 @@ def test_tensors_and_bytes_of_gguf(tmp_path: Path) -> None:
     write_gguf(path, GGUF_FACTS, gguf_tensors())
     content = path.read_bytes()
     for name, damage in damaged(content, 200, within=1800):
-        path.write_bytes(damage)
+        rewrite(path, damage)
         outcomes.note(name, lambda: use_gguf(tmp_path))
     whole = gguf_tensors()
     facts = {name: value for name, value in GGUF_FACTS.items() if "scaling" not in name}

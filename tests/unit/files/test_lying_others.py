@@ -13,7 +13,7 @@ import pytest
 from factories.engine.model_engine import load_tiny
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.draft_heads import eagle3_config, eagle3_folder
-from factories.models.lies import Outcomes, damaged, lies, opened, safetensors, texts
+from factories.models.lies import Outcomes, damaged, lies, opened, rewrite, safetensors, texts
 from factories.models.packed import load, packed, use_packing
 from factories.models.run_kernels import cpu_device
 from factories.source_tree import ROOT
@@ -52,7 +52,7 @@ def read_all(path: Path, document: Any, load: Callable[[], object], least: int, 
     """Load the file of the document, and of every lie about it."""
     outcomes = Outcomes()
     for name, lie in [("as it is", document), *some([*lies(document, **how), *texts(document)], 0, parts)]:
-        path.write_bytes(lie if isinstance(lie, bytes) else json.dumps(lie).encode())
+        rewrite(path, lie if isinstance(lie, bytes) else json.dumps(lie).encode())
         outcomes.note(name, load)
     outcomes.check(least)
 
@@ -88,7 +88,7 @@ def test_config_json_of_a_draft_head(tmp_path: Path) -> None:
     lying = some([*lies(eagle3_config(), added=fields)], 0, 3)
     outcomes = Outcomes()
     for name, document in lying:
-        (folder / "config.json").write_text(json.dumps(document))
+        rewrite(folder / "config.json", json.dumps(document).encode())
         outcomes.note(name, lambda: load_eagle3(folder, model.config, cpu_device(), model.dtype, "none"))
     outcomes.check(100)
 
@@ -184,7 +184,7 @@ def test_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, lie in some(list(lies({name: header[name] for name in names})), 0, 4):
         files.append((name, safetensors(lie | rest if isinstance(lie, dict) else lie, data)))
     for name, damage in files:
-        (folder / PACKED_FILE).write_bytes(damage)
+        rewrite(folder / PACKED_FILE, damage)
         outcomes.note(name, lambda: load(folder))
     outcomes.check(200)
 
@@ -258,10 +258,10 @@ def test_a_journal_of_an_interrupted_run(tmp_path: Path) -> None:
             journal.close()
 
     for name, lie in [("as it is", record), *lies(record), *texts(record)]:
-        path.write_bytes(begin + (lie if isinstance(lie, bytes) else json.dumps(lie).encode()) + b"\n")
+        rewrite(path, begin + (lie if isinstance(lie, bytes) else json.dumps(lie).encode()) + b"\n")
         outcomes.note(name, resume)
     for name, lie in [*lies(json.loads(begin)), *texts(json.loads(begin))]:
-        path.write_bytes((lie if isinstance(lie, bytes) else json.dumps(lie).encode()) + b"\n")
+        rewrite(path, (lie if isinstance(lie, bytes) else json.dumps(lie).encode()) + b"\n")
         outcomes.note(name, resume)
     outcomes.check(200)
 
@@ -290,7 +290,7 @@ def test_token_files_and_certificates(tmp_path: Path) -> None:
             ("NULs", bytes(99)),
         ]:
             for other, found in whole.items():
-                (tmp_path / other).write_bytes(content if other == name else found)
+                rewrite(tmp_path / other, content if other == name else found)
             places = [str(tmp_path / one) for one in ("server.pem", "server.key", "ca.pem")]
             server = SimpleNamespace(tls_cert=places[0], tls_key=places[1], tls_client_ca=places[2])
             client = SimpleNamespace(
