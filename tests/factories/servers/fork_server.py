@@ -1,8 +1,8 @@
 """Program that forks Penstock's programs, with their imports already done: torch alone would take each two seconds.
 
 `fork_server.py CALLER DESCRIPTOR PADDING`: orders come from that socket, a JSON object each with the descriptors that
-the program gets (forked.py makes them). Each is answered with the id of a process that has the caller for its parent:
-it is orphaned at once, and the caller is a subreaper meanwhile. So it is waited for and killed as any other. Programs
+the program gets (forked.py makes them). Each is answered with the id of a process that has the caller for its parent,
+as this one has (CLONE_PARENT). So it is waited for and killed as any other. Programs
 that a forked one starts are forks of that one, in the same way. But each has every program's modules, torch among them:
 a test of what a service imports, or of its memory, starts it with `forked=False`.
 
@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
@@ -34,6 +33,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+_CLONE_PARENT = 0x8000
+# Numbers of the system call.
+_CLONE = {"x86_64": 56, "aarch64": 220}
 # Not the folder of this file: its modules have common names.
 sys.path[0] = str(Path(__file__).parents[2])
 from factories.servers.forked import MAX_DESCRIPTORS, MAX_ORDER_BYTES, fork_programs  # noqa: E402
@@ -53,24 +55,32 @@ def serve(caller: int, orders: socket.socket) -> NoReturn:
 
 
 def _fork_for(caller: int, order: dict[str, Any], descriptors: list[int]) -> int:
-    """Start a program as a child of `caller`."""
-    answers, answer = os.pipe()
-    if (between := os.fork()) == 0:
-        parent = os.pidfd_open(os.getpid())
-        if (pid := os.fork()) != 0:
-            os.write(answer, str(pid).encode())
-            os._exit(0)
-        # It is readable once that process has ended, which is after its child has got another parent.
-        ended = select.poll()
-        ended.register(parent, select.POLLIN)
-        ended.poll()
+    """Start a program as a child of `caller`. 0 where this process has threads, of a library: see `_fork_sibling`."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return 0
+    if (pid := _fork_sibling()) == 0:
         if os.getppid() != caller:
             os._exit(1)
         _run(order, dict(zip(order["numbers"], descriptors, strict=True)))
-    os.close(answer)
-    os.waitpid(between, 0)
-    with os.fdopen(answers) as told:
-        return int(told.read())
+    return pid
+
+
+def _fork_sibling() -> int:
+    """Fork as os.fork() does, but a child of this process's parent.
+
+    A fork between the two, orphaned to the same end, would copy all page tables once more. What libraries in C do at a
+    fork is left out: it is about their threads, and there are none.
+    """
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = int(ctypes.PyDLL(None).syscall(_CLONE[os.uname().machine], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError("clone failed")
+    return pid
 
 
 def _fork_here(order: dict[str, Any], descriptors: dict[int, int]) -> int | None:

@@ -10,8 +10,6 @@ import asyncio
 import asyncio.base_events
 import asyncio.unix_events
 import atexit
-import contextlib
-import ctypes
 import inspect
 import json
 import os
@@ -19,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +53,6 @@ _USUAL = {
     "process_group": -1,
 }
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-_PR_SET_CHILD_SUBREAPER = 36
 _SERVER = Path(__file__).parent / "fork_server.py"
 # Starts a program by an order and the descriptors for its numbers; None where it cannot.
 Fork = Callable[[dict[str, Any], dict[int, int]], int | None]
@@ -150,9 +147,9 @@ class ForkServer:
             if len(message) > MAX_ORDER_BYTES:
                 return None
             try:
-                with _adopting():
-                    socket.send_fds(connection, [message], [*descriptors.values()])
-                    return int(connection.recv(20))
+                socket.send_fds(connection, [message], [*descriptors.values()])
+                # 0: it has threads.
+                return int(connection.recv(20)) or None
             except BaseException:
                 # Its next answer may be to this order.
                 process.kill()
@@ -187,18 +184,3 @@ _READ_LATE = (
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
     process.wait()
-
-
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """Become the parent of orphans. Only meanwhile: others' would wait for this process to look at them, for ever."""
-    _set_subreaper(True)
-    try:
-        yield
-    finally:
-        _set_subreaper(False)
-
-
-def _set_subreaper(value: bool) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(value), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
