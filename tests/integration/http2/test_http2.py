@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def _reset(stream: int) -> bytes:
 
 HELLO = frames.PREFACE + frames.settings(())
 PINGED = frames.frame(frames.PING, 0, 0, bytes(8))
-MISBEHAVIOUR = {
+MISBEHAVIOUR: dict[str, bytes | Callable[[], bytes]] = {
     "not http2": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "no frame": HELLO + b"\xff" * 4096,
     "large frame": HELLO + frames.frame(frames.DATA, 0, 1, b"x" * 20_000),
@@ -144,7 +144,8 @@ MISBEHAVIOUR = {
     + frames.frame(frames.HEADERS, 0, 1, b"\x83")
     + frames.frame(frames.PING, 0, 0, bytes(8)),
     "headers that grow": HELLO + _open(1, b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4000 + b"\xbe" * 12_000),
-    "rapid resets": HELLO + b"".join(_open(1 + 2 * n) + _reset(1 + 2 * n) for n in range(100_000)),
+    # Made where it is sent: every worker reads this file.
+    "rapid resets": lambda: HELLO + b"".join(_open(1 + 2 * n) + _reset(1 + 2 * n) for n in range(100_000)),
     "pings": HELLO + PINGED * 10_000,
     "settings": HELLO + frames.settings(()) * 10_000,
     "empty data": HELLO + _open(1) + frames.frame(frames.DATA, 0, 1) * 10_000,
@@ -158,7 +159,8 @@ async def test_a_peer_that_breaks_the_protocol_is_hung_up_on_and_no_other_notice
     async with tiny(AsyncioConfig(), ChannelConfig()) as (_, running, stub):
         host, _, port = running.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(MISBEHAVIOUR[name])
+        sent = MISBEHAVIOUR[name]
+        writer.write(sent if isinstance(sent, bytes) else sent())
         # The end of the connection, by whatever means.
         received = await asyncio.gather(_read_all(reader), return_exceptions=True)
         writer.close()
