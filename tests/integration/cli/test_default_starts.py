@@ -212,12 +212,15 @@ def handles(pid: int, number: signal.Signals) -> bool:
 def stopped_child(process: stack.Process, name: str) -> psutil.Process:
     """Stop a process of a start as soon as it handles signals, and return it: the start waits for it.
 
-    Before that SIGTERM would end it, stopped or not.
+    Before that SIGTERM would end it, stopped or not. A child that is not its own program yet has its parent's command
+    line and handlers, and the parent waits for it.
     """
+    parent = psutil.Process(process.popen.pid)
     while True:
-        for child in psutil.Process(process.popen.pid).children(recursive=True):
+        for child in parent.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-                if name in child.cmdline() and handles(child.pid, signal.SIGTERM):
+                line = child.cmdline()
+                if name in line and line != parent.cmdline() and handles(child.pid, signal.SIGTERM):
                     child.send_signal(signal.SIGSTOP)
                     return child
         # Whoever looks without a pause takes the time from those that start.
