@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from penstock.router.aio import Wakeup
 
 # Seconds between looks at the loop's delay, and the share that a look has in the mean: it follows within 50 ms.
 _LOOK_SECONDS, _LOOK_SHARE = 0.01, 0.2
-# An idle loop's timers are late by up to 1 ms, the resolution of epoll; by half of that on average. Where the mean is
-# more, a message waits for a multiple of what is beyond that, and for so long at least that another token may come: the
-# more calls wait for the loop, the less of it goes to messages.
-_BUSY_SECONDS, _IDLE_SECONDS, _GAIN, _LEAST_HOLD_SECONDS = 0.001, 0.0005, 25.0, 0.03
+# What comes to the loop waits for half of a turn and its place in the next one: as many turns, on average.
+_TURNS = 1.5
+# Where the mean is more, a message waits for a multiple of it, and for so long at least that another token may come:
+# the more calls wait for the loop, the less of it goes to messages.
+_BUSY_SECONDS, _GAIN, _LEAST_HOLD_SECONDS = 0.0005, 25.0, 0.03
 
 
 class DeltaPace:
@@ -19,14 +21,15 @@ class DeltaPace:
 
     A message costs the loop as much as ten tokens. At once while the loop is in time; else for all at a time after a
     moment that grows with the loop's delay, so that tokens which come meanwhile share a message, and what else waits
-    for the loop (a new call, its refusal) is sooner done. The delay is that of a timer, which runs while tokens come.
+    for the loop (a new call, its refusal) is sooner done. The delay is told by the length of a turn, measured from time
+    to time while tokens come.
     """
 
     def __init__(self, most_seconds: float) -> None:
         """Make it. Nothing waits longer than `most_seconds`; 0: nothing ever waits."""
         self._most = most_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._delay = self._due = 0.0
+        self._delay = self._began = 0.0
         self._is_looking = self._is_used = False
         self._held: list[Wakeup] = []
         # Seconds that a message waits now; 0: none does.
@@ -53,15 +56,20 @@ class DeltaPace:
         if self._most:
             loop = self._loop = self._loop or asyncio.get_running_loop()
             self._is_looking, self._is_used = True, False
-            self._due = loop.time() + _LOOK_SECONDS
-            loop.call_at(self._due, self._look)
+            loop.call_later(_LOOK_SECONDS, self._look)
 
     def _hold(self) -> float:
-        return min(max(_GAIN * (self._delay - _IDLE_SECONDS), _LEAST_HOLD_SECONDS), self._most)
+        return min(max(_GAIN * self._delay, _LEAST_HOLD_SECONDS), self._most)
 
     def _look(self) -> None:
         assert self._loop is not None
-        self._delay += _LOOK_SHARE * (self._loop.time() - self._due - self._delay)
+        self._began = time.monotonic()
+        # To the second callback from here it is one turn, whether timers come behind what sockets have brought, as with
+        # asyncio's loop, or before it, as with uvloop's. How late the timer is tells less with the one than the other.
+        self._loop.call_soon(self._loop.call_soon, self._note_turn)
+
+    def _note_turn(self) -> None:
+        self._delay += _LOOK_SHARE * (_TURNS * (time.monotonic() - self._began) - self._delay)
         self.hold_seconds = self._hold() if self._delay > _BUSY_SECONDS else 0.0
         self._is_looking = False
         if self._is_used:
