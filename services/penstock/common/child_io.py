@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -121,7 +122,9 @@ class Child:
         Nothing is limited here: the caller must send only a few at a time.
         """
         self._wire.waiting.append(on_answer)
-        self._requests.write(message)
+        # uvloop's pipe to a child that has ended refuses what asyncio's drops: `ended` tells of it.
+        with contextlib.suppress(RuntimeError):
+            self._requests.write(message)
 
     async def ask(self, message: Any) -> Any:
         """Send a message and return the answer. Raises ChildEnded when the child ends instead."""
