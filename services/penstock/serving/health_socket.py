@@ -47,7 +47,8 @@ class HealthSocket:
             os.unlink(self._path)
 
     async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
+        # RuntimeError: of uvloop, where the caller has cut it off already.
+        with contextlib.suppress(ConnectionError, RuntimeError):
             writer.write(b"SERVING\n" if self._is_serving() else b"NOT_SERVING\n")
             writer.close()
             await writer.wait_closed()
