@@ -66,13 +66,9 @@ class Peer:
             async with asyncio.timeout(timeout):
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
                 end = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS, interleave=1)
-                try:
-                    _, protocol = await loop.create_connection(
-                        make, sock=end, ssl=self._tls, server_hostname=self._name
-                    )
-                except BaseException:
-                    end.close()
-                    raise
+                # It owns the socket: closed here, too, its number would be another connection's by the time that the
+                # loop lets go of it.
+                _, protocol = await loop.create_connection(make, sock=end, ssl=self._tls, server_hostname=self._name)
         except (OSError, TimeoutError) as error:
             # A TimeoutError of asyncio has no text.
             reason = str(error) or f"no answer within {timeout:g} s"

@@ -183,20 +183,29 @@ class Listener:
 
 
 async def _bound(loop: asyncio.AbstractEventLoop, host: str, port: int, shares_port: bool) -> list[socket.socket]:
-    """Bind a socket at each address of a host. Raises OSError, and then has bound none."""
+    """Bind a socket at each address of a host that this machine has. Raises OSError, and then has bound none."""
     found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            sockets.append(one := socket.socket(family, kind, protocol))
+    absent: OSError | None = None
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            one = socket.socket(family, kind, protocol)
+        except OSError as error:
+            # A family that the kernel was built, or started, without.
+            absent = error
+            continue
+        sockets.append(one)
+        try:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if shares_port:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind(address)
-    except OSError:
-        for one in sockets:
-            one.close()
-        raise
+        except OSError:
+            for bound in sockets:
+                bound.close()
+            raise
+    if absent is not None and not sockets:
+        raise absent
     return sockets

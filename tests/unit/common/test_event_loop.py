@@ -11,7 +11,7 @@ from penstock.common.errors import StartupError
 
 
 def test_auto_is_uvloop_but_for_tls() -> None:
-    """A port with TLS is asyncio's, whose TLS the bounds on handshakes are built on."""
+    """A port with TLS is left to asyncio: the bounds on handshakes are built on its TLS."""
     assert event_loop.loop_factory("auto", is_tls=False) is uvloop.new_event_loop
     assert event_loop.loop_factory("auto", is_tls=True) is None
     assert event_loop.loop_factory("asyncio", is_tls=False) is None

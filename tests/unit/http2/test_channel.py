@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
 
+import factories.servers.tiny_service
 import grpc
 import pytest
 from penstock.http2.channel import Peer
+
+FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
 
 
 @pytest.fixture
@@ -51,3 +60,61 @@ async def test_a_peer_that_does_not_answer_in_time_is_said_so(silent: int) -> No
         await Peer(f"127.0.0.2:{silent}").connect(asyncio.Protocol, 0.05)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     assert raised.value.details() == "no connection: no answer within 0.05 s"
+
+
+_TLS_SERVER = """
+import socket, ssl, sys, threading
+
+def serve(connection):
+    try:
+        with tls.wrap_socket(connection, server_side=True) as wrapped:
+            while wrapped.recv(100):
+                pass
+    except OSError:
+        pass
+
+tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+tls.load_cert_chain(*sys.argv[1:])
+listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+print(listener.getsockname()[1], flush=True)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+
+
+@pytest.fixture
+def tls_port() -> Iterator[int]:
+    """Port of a TLS server in a process of its own, so that the numbers of its sockets are not this one's."""
+    files = (str(FILES / "server.pem"), str(FILES / "server.key"))
+    with subprocess.Popen([sys.executable, "-c", _TLS_SERVER, *files], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+        server.kill()
+
+
+async def test_a_connection_that_is_given_up_in_any_turn_leaves_the_next_one_alone(
+    tls_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is the loop's: where another closes it, its number is a next one's, which asyncio refuses for 30 s."""
+
+    async def here(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", tls_port))]
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "getaddrinfo", here)
+    peer = Peer(f"localhost:{tls_port}", ssl.create_default_context(cafile=FILES / "ca.pem"))
+    for turns in range(40):
+        task = loop.create_task(peer.connect(asyncio.Protocol, 60.0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    made: list[asyncio.Transport] = []
+
+    class Taken(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(cast("asyncio.Transport", transport))
+
+    await peer.connect(Taken, 60.0)
+    made[0].abort()

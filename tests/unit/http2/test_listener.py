@@ -370,3 +370,31 @@ async def test_a_network_that_is_looked_at_in_a_turn_that_is_taken_begins_no_sec
         for one in callers:
             one.close()
         await until(lambda: listener.num_opening == 0)
+
+
+async def test_a_family_that_the_kernel_lacks_does_not_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a name with addresses of both, where IPv6 is switched off."""
+
+    async def both(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        # No kernel has a family of this number.
+        lacking = (9999, socket.SOCK_STREAM, 6, "", ("::1", 0))
+        return [lacking, (socket.AF_INET, socket.SOCK_STREAM, 6, "", (HERE, 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+    (listener,), port = await Listener.bind("penstock.example", 0, asyncio.Protocol, None, 60.0, 6)
+    assert port
+    listener.close()
+
+
+async def test_a_taken_port_leaves_nothing_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address before the one that is taken is free again."""
+    with socket.create_server((THERE, 0)) as taken:
+        port = taken.getsockname()[1]
+
+        async def both(*_: object, **__: object) -> list[tuple[Any, ...]]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in (HERE, THERE)]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+        with pytest.raises(OSError, match="in use"):
+            await Listener.bind("penstock.example", port, asyncio.Protocol, None, 60.0, 6)
+        socket.create_server((HERE, port)).close()
