@@ -42,7 +42,7 @@ _FRAMING_PER_BYTE = 8
 # Requests waiting behind the one in progress. No current client sends any.
 _MOST_WAITING_REQUESTS = 64
 # Bytes read at once from a stranger and from others, and the most that wait for their turn: asyncio reads 256 KiB,
-# which takes a quarter of a millisecond for each of ten senders.
+# which takes a quarter of a millisecond for each of ten senders. uvloop cannot be told, and reads 256,000 at most.
 _STRANGERS_READ_BYTES, _READ_BYTES, _MOST_HELD_BYTES = 16 << 10, 64 << 10, 256 << 10
 # Seconds of work for an answer to a stranger, besides reading its request, and the most that may be saved up.
 _ANSWER_SECONDS, _SAVED_SECONDS = 0.0015, 0.05
@@ -63,10 +63,15 @@ class _Transport:
         self._connection = connection
         self.write: Callable[[bytes], None] = own.write
         self.abort, self.get_extra_info = connection.abort, own.get_extra_info
-        self.pause_reading, self.resume_reading = own.pause_reading, own.resume_reading
+        self.pause_reading = own.pause_reading
         self._own = own
         # An answer's head that waits for the begin of its body.
         self._head = b""
+
+    def resume_reading(self) -> None:
+        """Go on reading, but for a connection that has bytes from before: it goes on by itself, behind them."""
+        if not self._connection.has_held_bytes:
+            self._own.resume_reading()
 
     def hold_head(self) -> None:
         """Send the next write with the one behind it, in one system call. `release` sends it in any case."""
@@ -75,7 +80,7 @@ class _Transport:
     def release(self) -> None:
         """Send what is held."""
         self.write = self._own.write
-        if self._head:
+        if self._head and not self._connection.is_lost:
             self.write(self._take_head())
 
     def _hold(self, head: bytes) -> None:
@@ -154,7 +159,7 @@ class HttpConnection(HttpToolsProtocol):
         self._unsent, self._last_unsent = UnsentWatch(self.loop), UnsentWatch(self.loop)
         # Reader of the answer in progress.
         self._reader: WatchedReader | None = None
-        self._is_lost = False
+        self.is_lost = False
         # Request of a stranger that waits for its turn.
         self._delayed: tuple[RequestResponseCycle, Any] | None = None
         # Answer for the end of the message being read.
@@ -188,7 +193,7 @@ class HttpConnection(HttpToolsProtocol):
         # Else it has hung up. asyncio reads that once more.
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closing = self._is_lost = True
+        self.is_closing = self.is_lost = True
         if (reader := self._reader) is not None:
             self._reader = None
             reader.leave()
@@ -468,7 +473,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def follow(self, reader: WatchedReader) -> None:
         """Tell `reader` when this connection is lost or takes nothing. For a request with a complete body."""
-        if self._is_lost:
+        if self.is_lost:
             self.loop.call_soon(reader.leave)
             return
         # Its body may have paused it, and a connection that is not read does not learn of its end.
@@ -483,9 +488,14 @@ class HttpConnection(HttpToolsProtocol):
             self._reader = None
 
     @property
+    def has_held_bytes(self) -> bool:
+        """True while bytes that were read wait for their turn to be parsed."""
+        return bool(self._held)
+
+    @property
     def is_full(self) -> bool:
         """True while the other end does not take what is sent."""
-        return not self._is_lost and self.flow.write_paused
+        return not self.is_lost and self.flow.write_paused
 
     def hold_head(self) -> None:
         """Send the head of the next answer with the begin of its body: a system call less for each answer."""

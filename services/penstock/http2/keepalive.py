@@ -19,7 +19,7 @@ class KeepAlive:
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
         self._active_at = self._loop.time()
-        self._is_asked = False
+        self._is_asked = self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -33,17 +33,24 @@ class KeepAlive:
 
     def stop(self) -> None:
         """Stop: the connection is over."""
+        self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
 
     def _look(self) -> None:
-        # Data that arrived meanwhile was noted first, since a turn of the loop reads sockets before it runs timers.
-        # So a pause of this process itself is not taken for the peer's silence.
         if self._is_asked:
-            self._give_up()
+            # Up to the second callback from here sockets are read on any loop: a pause of this process itself is not
+            # taken for the peer's silence. On uvloop's a timer may come before them.
+            self._loop.call_soon(self._loop.call_soon, self._look_last)
             return
         wait = self._silence_seconds - (self._loop.time() - self._active_at)
         if wait <= 0:
             self._is_asked, wait = True, self._timeout_seconds
             self._ask()
         self._timer = self._loop.call_later(wait, self._look)
+
+    def _look_last(self) -> None:
+        if self._is_asked and not self._is_over:
+            self._give_up()
+        elif not self._is_over:
+            self._look()
