@@ -13,7 +13,7 @@ TIMEOUT = 0.05
 
 
 async def test_a_pause_of_the_process_is_not_taken_for_silence() -> None:
-    """What came during the pause is read first, although the timer is due before it."""
+    """The answer that came during it is read first, although the timer is due before that."""
     loop, asked, gone = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     alive = KeepAlive(0.01, TIMEOUT, asked.set, gone.set)
     work, worker = socket.socketpair()
