@@ -1,6 +1,6 @@
 """Event loop of a service's process: uvloop's, in C, or asyncio's own.
 
-uvloop 0.23 takes a fifth of a router's and a gateway's instructions (docs/guide/performance.md). What listens with TLS
+uvloop 0.23 takes a fifth off a router's and a gateway's instructions (docs/guide/performance.md). What listens with TLS
 stays on asyncio's loop: the bounds on handshakes (`http2/tls_arrivals.py`) are built on its TLS, which can be told when
 to go on.
 """

@@ -2,9 +2,9 @@
 
 `fork_server.py CALLER DESCRIPTOR PADDING`: orders come from that socket, a JSON object each with the descriptors that
 the program gets (forked.py makes them). Each is answered with the id of a process that has the caller for its parent,
-as this one has (CLONE_PARENT). So it is waited for and killed as any other. Programs
-that a forked one starts are forks of that one, in the same way. But each has every program's modules, torch among them:
-a test of what a service imports, or of its memory, starts it with `forked=False`.
+as this one has (CLONE_PARENT). So it is waited for and killed as any other. Programs that a forked one starts are forks
+of that one, in the same way. But each has every program's modules, torch among them: a test of what a service imports,
+or of its memory, starts it with `forked=False`.
 
 Two things of a program are left out, each of which takes more of the processor than all else of a start: the import of
 transformers by the process that loads a tokenizer, and Python's own end, which takes all modules apart.

@@ -42,6 +42,7 @@ async def test_the_flag_chooses_the_loop() -> None:
     """It is for those who meet a fault of uvloop's."""
     tokenizer = stack.start("tokenizer", "--event-loop", "asyncio")
     try:
-        await until(lambda: '"event_loop": "asyncio"' in tokenizer.output())
+        await until(lambda: '"event": "listening"' in tokenizer.output())
+        assert '"event_loop": "asyncio"' in tokenizer.output()
     finally:
         tokenizer.kill()

@@ -22,12 +22,28 @@ def test_a_piece_is_a_chunk_and_an_empty_one_does_not_end_the_answer() -> None:
     assert not protocol.write_piece(b"more")
 
 
+def test_a_connection_that_has_unparsed_bytes_is_not_read_on() -> None:
+    """uvicorn asks for more of a body whatever waits: of chunks of 256,000 bytes a second one is past the bound."""
+    resumed: list[bool] = []
+    own: Any = SimpleNamespace(
+        write=None, get_extra_info=None, pause_reading=None, resume_reading=lambda: resumed.append(True)
+    )
+    connection: Any = SimpleNamespace(abort=None, has_held_bytes=True)
+    transport = _Transport(own, connection)
+    transport.resume_reading()
+    assert not resumed
+    connection.has_held_bytes = False
+    transport.resume_reading()
+    assert resumed
+
+
 def test_a_head_goes_out_with_the_begin_of_its_body() -> None:
     written: list[bytes] = []
     own: Any = SimpleNamespace(
         write=written.append, get_extra_info=None, pause_reading=None, resume_reading=None, is_closing=lambda: False
     )
-    connection: Any = SimpleNamespace(abort=None, is_closing=False, close=lambda: written.append(b"closed"))
+    ended = {"is_closing": False, "is_lost": False, "has_held_bytes": False}
+    connection: Any = SimpleNamespace(abort=None, close=lambda: written.append(b"closed"), **ended)
     transport = _Transport(own, connection)
     transport.hold_head()
     transport.write(b"head,")

@@ -44,7 +44,7 @@ async def test_a_pause_of_the_process_is_not_taken_for_silence() -> None:
 
 
 async def test_silence_ends_it() -> None:
-    """And nothing comes once it has been stopped."""
+    """The peer was asked before."""
     asked, gone = asyncio.Event(), asyncio.Event()
     alive = KeepAlive(0.01, TIMEOUT, asked.set, gone.set)
     alive.start()

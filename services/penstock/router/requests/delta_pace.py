@@ -29,7 +29,7 @@ class DeltaPace:
         """Make it. Nothing waits longer than `most_seconds`; 0: nothing ever waits."""
         self._most = most_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._delay = self._began = 0.0
+        self._delay = 0.0
         self._is_looking = self._is_used = False
         self._held: list[Wakeup] = []
         # Seconds that a message waits now; 0: none does.
@@ -63,13 +63,12 @@ class DeltaPace:
 
     def _look(self) -> None:
         assert self._loop is not None
-        self._began = time.monotonic()
         # To the second callback from here it is one turn, whether timers come behind what sockets have brought, as with
         # asyncio's loop, or before it, as with uvloop's. How late the timer is tells less with the one than the other.
-        self._loop.call_soon(self._loop.call_soon, self._note_turn)
+        self._loop.call_soon(self._loop.call_soon, self._note_turn, time.monotonic())
 
-    def _note_turn(self) -> None:
-        self._delay += _LOOK_SHARE * (_TURNS * (time.monotonic() - self._began) - self._delay)
+    def _note_turn(self, began: float) -> None:
+        self._delay += _LOOK_SHARE * (_TURNS * (time.monotonic() - began) - self._delay)
         self.hold_seconds = self._hold() if self._delay > _BUSY_SECONDS else 0.0
         self._is_looking = False
         if self._is_used:
