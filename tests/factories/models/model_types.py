@@ -6,6 +6,7 @@ a layer are cut so that every kind of layer stays.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ VOCAB_SIZE = 160
 _UNSORTED_STATES = ("minimax", "recurrent_gemma")
 # Beams of the checks, and tokens of their answers.
 _BEAMS, _FEW = 3, 16
+# Of the highest score: eight of float32's roundings.
+_TIE = 1e-6
 LAYERS = 4
 _MOST_PARAMETERS = 40_000_000
 # Shorter than the prompts of the tests.
@@ -420,6 +423,19 @@ def reference_of(folder: Path) -> PreTrainedModel:
     return model
 
 
+def _part_at_a_tie(reference: PreTrainedModel, prompt: list[int], ours: list[int], theirs: list[int]) -> bool:
+    """True if answers part where the scores of both next ids are as near as float32's roundings: what a pass sums in
+    another order then decides. Scores are those of the whole text in float64."""
+    differs = [place for place, both in enumerate(zip(ours, theirs, strict=False)) if both[0] != both[1]]
+    if not differs:
+        return False
+    place = differs[0]
+    with torch.no_grad():
+        scores = copy.deepcopy(reference).double()(torch.tensor([[*prompt, *theirs[:place]]])).logits[0, -1]
+    gap = (scores[ours[place]] - scores[theirs[place]]).abs().item()
+    return gap <= _TIE * scores.abs().max().item()
+
+
 def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
     """Check that ids equal generate()'s: alone, beside others in chunks, after preemption, over cached prefixes, and by
     beams. Sequences that are drawn from one prompt are the same alone and beside others."""
@@ -466,7 +482,10 @@ def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
             wanted["drawn"] = _answers(run(model_engine(model), drawn(8))["drawn"])
             found["drawn"] = run(engine, *greedy(), *several(8))["drawn"]
         for name, ids in wanted.items():
-            assert _answers(found[name]) == ids, f"{name} together {_answers(found[name])}, by generate() {ids}"
+            is_tie = name.isdigit() and _part_at_a_tie(reference, prompts[int(name)], found[name].ids[0], ids[0])
+            assert is_tie or _answers(found[name]) == ids, (
+                f"{name} together {_answers(found[name])}, by generate() {ids}"
+            )
     # Where layers let go what left their window there is room for all (tests/numerics/engine preempts them).
     assert engine.stats.preemptions > 0 or any(group.span for group in engine.config.block_groups)
     assert engine.stats.prefix_hit_tokens > 0

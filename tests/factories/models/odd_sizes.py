@@ -252,7 +252,8 @@ _TYPES: Mapping[str, Mapping[str, Row]] = {
         "alibi": EITHER,
         "new_decoder_architecture": EITHER,
         "num_kv_heads": lambda odd: odd.divisor(odd["heads"]) if odd["new_decoder_architecture"] else odd["heads"],
-        "num_ln_in_parallel_attn": one_of(None, 1, 2),
+        # Transformers' old layers have no first norm where this is 2.
+        "num_ln_in_parallel_attn": lambda odd: odd.one_of(None, 1, *([2] if odd["new_decoder_architecture"] else [])),
     },
     "falcon_h1": {
         "mamba_n_heads": times("heads", "mamba_n_groups"),
