@@ -148,19 +148,25 @@ class AsyncJobsClient:
     ) -> jobs_pb2.Batch:
         requests = SentRequests(messages)
         try:
-            response: jobs_pb2.SubmitBatchResponse = await self._call(self._stub.SubmitBatch, requests, timeout)
-        except BaseException:
+            response: jobs_pb2.SubmitBatchResponse = await self._channel.answer(
+                self._stub.SubmitBatch,
+                requests,
+                timeout=timeout or self.config.timeouts.unary,
+                metadata=self._metadata_now(),
+            )
+        except BaseException as error:
             # gRPC cancels the call.
             requests.check()
+            if isinstance(error, grpc.RpcError):
+                raise stream_error(error, None, self._channel.through) from error
             raise
         return response.batch
 
     def _metadata_now(self) -> tuple[tuple[str, str], ...]:
         return (*self._metadata, *self.config.call_metadata())
 
-    async def _call(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
-        seconds = timeout or self.config.timeouts.unary
+    async def _call(self, method: Callable[..., Any], request: Any) -> Any:
         try:
-            return await method(request, timeout=seconds, metadata=self._metadata_now())
+            return await method(request, timeout=self.config.timeouts.unary, metadata=self._metadata_now())
         except grpc.RpcError as error:
             raise stream_error(error, None, self._channel.through) from error

@@ -91,16 +91,33 @@ class Events:
         return self._call.cancel()
 
 
+class _OwnStatus:
+    """Status that a server gave a call: grpc.aio may precede or replace it by one of its own if the call ends while a
+    message is sent."""
+
+    def __init__(self, call: Any) -> None:
+        """Follow a call that has just begun."""
+        # None for OK.
+        self.error: asyncio.Future[grpc.RpcError | None] = asyncio.get_running_loop().create_future()
+        call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
+        """Keep a status; called for each status of the call."""
+        details = _value(call.details())
+        if self.error.done() or details == _MADE_UP:
+            return
+        code, trailers = _value(call.code()), _value(call.trailing_metadata())
+        is_ok = code is grpc.StatusCode.OK
+        self.error.set_result(None if is_ok else grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details, ""))
+
+
 class AsyncExchange:
-    """A call with messages both ways. Errors have the call's own status, which grpc.aio may precede or replace with its
-    own if the call ends during an operation."""
+    """A call with messages both ways. Errors have the call's own status."""
 
     def __init__(self, method: Any, **options: Any) -> None:
         """Begin the call; `options` are gRPC's."""
-        # The call's own error; None for OK.
-        self._error: asyncio.Future[grpc.RpcError | None] = asyncio.get_running_loop().create_future()
         self._call = method(**options)
-        self._call.add_done_callback(self._note_status)
+        self._status = _OwnStatus(self._call)
 
     async def send(self, message: Any) -> None:
         """Send a message; after the end it is dropped. Raises grpc.RpcError for a failed call."""
@@ -128,19 +145,8 @@ class AsyncExchange:
         self._call.cancel()
 
     async def _raise_error(self) -> None:
-        if (error := await self._error) is not None:
+        if (error := await self._status.error) is not None:
             raise error
-
-    def _note_status(self, call: Any) -> None:
-        """Keep a status; called for each status of the call."""
-        details = _value(call.details())
-        if self._error.done() or details == _MADE_UP:
-            return
-        code, trailers = _value(call.code()), _value(call.trailing_metadata())
-        is_ok = code is grpc.StatusCode.OK
-        self._error.set_result(
-            None if is_ok else grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details, "")
-        )
 
 
 def _value(known: Coroutine[Any, Any, Any]) -> Any:
@@ -190,6 +196,20 @@ class AsyncChannel:
         """Return a call's events: the call itself, where its transport hands over all that have come."""
         # By name: isinstance() of a Protocol takes thirty times as long, and this is done for every stream.
         return call if hasattr(call, "read_all") else _AioEvents(call)
+
+    @staticmethod
+    async def answer(method: Any, messages: Iterable[Any], **options: Any) -> Any:
+        """Send all messages and return the only answer. Raises grpc.RpcError with the server's own status, also where
+        the server refused the call while they were sent."""
+        call = method(messages, **options)
+        status = _OwnStatus(call)
+        try:
+            return await call
+        except grpc.RpcError:
+            # The call is over, so a status that the server gave is known.
+            if status.error.done() and (error := status.error.result()) is not None:
+                raise error from None
+            raise
 
     @staticmethod
     async def results(open_stream: Callable[[Any], Any], prompts: Iterable[Any], most: int) -> AsyncIterator[Any]:
@@ -286,6 +306,11 @@ class Channel:
     def events(call: Any) -> Events:
         """Return a call's events."""
         return Events(call)
+
+    @staticmethod
+    def answer(method: Any, messages: Iterable[Any], **options: Any) -> Any:
+        """Send all messages and return the only answer. Raises grpc.RpcError."""
+        return method(iter(messages), **options)
 
     @staticmethod
     def results(open_stream: Callable[[Any], Any], prompts: Iterable[Any], most: int) -> Iterator[Any]:
