@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.generation.attention.base import rotate
+from penstock.generation.layers.head_products import head_products
 from penstock.generation.layers.latent_prompts import LatentPrompts, split_prompts
 from penstock.generation.layers.lora import OUTPUT
 
@@ -114,17 +115,22 @@ class LatentAttention:
         self._queries = queries
         self._row = row
         self._norm = norm
-        # (H, plain + value, rank): a view, as are the two below.
+        # (H, plain + value, rank): a view.
         both_HXR = expansion.view(layer.num_heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
-        # (H, plain, rank), on queries, and (H, rank, value), on outputs.
-        self._keys = both_HXR[:, : sizes.plain_dim]
-        self._values = both_HXR[:, sizes.plain_dim :].transpose(1, 2)
+        # Of queries, to the rank, and of what heads read, from it.
+        self._keys = head_products(both_HXR[:, : sizes.plain_dim].transpose(1, 2), norm.kernels)
+        self._values = head_products(both_HXR[:, sizes.plain_dim :], norm.kernels)
         self._prompts = LatentPrompts(layer, sizes, both_HXR)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Products that --quantization changes."""
         return (*self._queries.linears, self._row, self.output)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory beside the weights that it was made of: packed copies of the expansion."""
+        return self._keys.copied_bytes + self._values.copied_bytes
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's rows into the pool."""
@@ -176,7 +182,9 @@ class LatentAttention:
         """Return o (T, H, value dims) by attention over the pool's rows themselves."""
         rank, plain_THX = self._sizes.rank, rows.plain_THX
         q_THE = plain_THX.new_empty((*plain_THX.shape[:2], self._sizes.row_dim))
-        q_THE[..., :rank] = torch.bmm(plain_THX.transpose(0, 1), self._keys).transpose(0, 1)
+        self._keys(plain_THX, q_THE[..., :rank])
         q_THE[..., rank:] = rows.turned_THX
         mean_THE = attention.forward(q_THE, rows.row_T1E, rows.row_T1E, self.layer, metadata, kv)
-        return torch.bmm(mean_THE[..., :rank].transpose(0, 1), self._values).transpose(0, 1)
+        out_THV = self._blank(rows)
+        self._values(mean_THE[..., :rank], out_THV)
+        return out_THV

@@ -91,6 +91,8 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
     token_inputs = parts.token_inputs(weights.dtype)
     layers = [parts.layer(i) for i in range(config.num_layers)]
     norm = parts.norm(NORM)
+    attentions = (layer.attention for layer in layers)
+    copied_bytes = sum(one.copied_bytes for one in attentions if isinstance(one, LatentAttention))
     config = dataclasses.replace(
         config,
         dtype=dtype_name(weights.dtype),
@@ -107,7 +109,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
         attention=attention_of(config, weights.dtype, device),
         dtype=weights.dtype,
         device=device.torch_device,
-        num_bytes=weights.num_bytes,
+        num_bytes=weights.num_bytes + copied_bytes,
         mapped_bytes=weights.mapped_bytes,
         parts=keeper.parts,
         token_inputs=token_inputs,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "decoder/decoder_parts.h"
+#include "linear/many_products.h"
 
 namespace penstock {
 namespace {
@@ -88,36 +89,6 @@ class ExpertInputs {
   at::Tensor rows_, scale_, sum_;
 };
 
-// Products of several weights with the rows of each, as tasks shared by threads.
-class Products {
- public:
-  explicit Products(int64_t threads) : threads_(threads), progress_(threads) {}
-
-  void add(const LinearArgs& args, int64_t rows, int64_t panels) {
-    const LinearShare share(args, rows, panels, threads_);
-    for (int64_t i = 0; i < share.blocks * share.parts; ++i)
-      tasks_.emplace_back(int32_t(args_.size()), share.task(i));
-    args_.push_back(args);
-  }
-  // One thread's part: a run of the tasks, which are in the order of the weights, then the rest of
-  // other threads' tasks.
-  void run(int64_t thread) {
-    const int64_t count = tasks_.size();
-    for (int64_t i = 0; i < threads_; ++i) {
-      const int64_t owner = (thread + i) % threads_, first = count * owner / threads_,
-                    end = count * (owner + 1) / threads_;
-      for (int64_t task; (task = first + progress_[owner].next.fetch_add(1)) < end;)
-        KERNEL(multiply)(args_[tasks_[task].first], tasks_[task].second);
-    }
-  }
-
- private:
-  int64_t threads_;
-  std::vector<LinearArgs> args_;
-  std::vector<std::pair<int32_t, LinearTask>> tasks_;
-  std::vector<Progress> progress_;
-};
-
 struct Experts : torch::CustomClassHolder {
   Format format;
   Gate gate;
@@ -169,7 +140,7 @@ struct Experts : torch::CustomClassHolder {
     const at::Tensor inner_rows = at::detail::empty_cpu({count, inner}, x.scalar_type()),
                      products = at::detail::empty_cpu({count, hidden}, at::kFloat);
     at::Tensor out = at::detail::empty_cpu({T, hidden}, at::kFloat);
-    Products first(threads), second(threads);
+    ManyProducts first(threads), second(threads);
     for (size_t e = 0; e < gated.size(); ++e) {
       const int64_t begin = starts[e], rows = starts[e + 1] - begin;
       if (rows == 0) continue;
