@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from penstock.generation.layers.layer_kernels import LayerKernels, NativeKernels
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import Experts
@@ -17,12 +20,34 @@ Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
 _LEAST = 1e-20
 
 
-def choice_of(experts: Experts, bias_X: Tensor | None = None) -> Choice:
-    """Return the rule of `experts`; `bias_X` is in float32."""
+def choice_of(experts: Experts, bias_X: Tensor | None = None, kernels: LayerKernels | None = None) -> Choice:
+    """Return the rule of `experts`; `bias_X` is in float32. With native `kernels` one call of theirs makes the
+    choice."""
+    if isinstance(kernels, NativeKernels):
+        return _native(experts, bias_X)
+    return HighestOfAll(experts) if _takes_all(experts) else HighestOfGroups(experts, bias_X)
+
+
+def _takes_all(experts: Experts) -> bool:
+    return not experts.routing.is_sigmoid and experts.routing.num_groups == 1
+
+
+def _native(experts: Experts, bias_X: Tensor | None) -> Choice:
+    """Return the rule by csrc/decoder/ops_choice.cpp. Of equal scores the first expert is chosen."""
     routing = experts.routing
-    if not routing.is_sigmoid and routing.num_groups == 1:
-        return HighestOfAll(experts)
-    return HighestOfGroups(experts, bias_X)
+    choose: Choice = partial(
+        torch.ops.penstock.choose_experts.default,
+        bias=bias_X,
+        per_row=experts.per_row,
+        groups=routing.num_groups,
+        groups_of_row=routing.groups_of_row,
+        ranked_by=routing.ranked_by,
+        is_sigmoid=routing.is_sigmoid,
+        sums_to_one=experts.sums_to_one,
+        least=0.0 if _takes_all(experts) else _LEAST,
+        scale=routing.scale,
+    )
+    return choose
 
 
 class HighestOfAll:

@@ -8,15 +8,13 @@ latents, weighted once. So the pool's rows serve all heads as keys and as values
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
-from penstock.generation.attention.base import rotate
 from penstock.generation.layers.head_products import head_products
 from penstock.generation.layers.latent_prompts import LatentPrompts, split_prompts
+from penstock.generation.layers.latent_rows import LatentRows, finished_rows
 from penstock.generation.layers.lora import OUTPUT
 
 if TYPE_CHECKING:
@@ -74,23 +72,6 @@ class LowRankQueries:
         return self._up(narrow_TR)
 
 
-@dataclass(frozen=True, slots=True)
-class LatentRows:
-    """Rows of a step in one layer: both parts of their queries, and what the pool keeps of them."""
-
-    plain_THX: Tensor
-    turned_THX: Tensor
-    row_T1E: Tensor
-
-    def turned_queries(self) -> Tensor:
-        """Return both parts of the queries together, (T, H, dims of a query)."""
-        return torch.cat((self.plain_THX, self.turned_THX), dim=-1)
-
-    def select(self, rows: Tensor | slice) -> LatentRows:
-        """Return some of the rows."""
-        return LatentRows(self.plain_THX[rows], self.turned_THX[rows], self.row_T1E[rows])
-
-
 class LatentAttention:
     """Queries, a token's row, paged attention over rows, output projection."""
 
@@ -114,7 +95,7 @@ class LatentAttention:
         self._sizes = sizes
         self._queries = queries
         self._row = row
-        self._norm = norm
+        self._finish = finished_rows(sizes, norm)
         # (H, plain + value, rank): a view.
         both_HXR = expansion.view(layer.num_heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
         # Of queries, to the rank, and of what heads read, from it.
@@ -142,14 +123,8 @@ class LatentAttention:
 
     def _rows(self, q_TX: Tensor, x_TI: Tensor, step: Step) -> LatentRows:
         """Return the rows of `x_TI`; `q_TX` are their queries before they turn."""
-        sizes = self._sizes
-        cos, sin = step.turns[self.turn]
-        q_THX = q_TX.view(-1, self.layer.num_heads, sizes.query_dim)
-        plain_THX, turned_THX = q_THX[..., : sizes.plain_dim], rotate(q_THX[..., sizes.plain_dim :], cos, sin)
-        row_TE = self._row(x_TI)
-        latent_TR = self._norm(row_TE[:, : sizes.rank].contiguous())
-        turned_T1X = rotate(row_TE[:, None, sizes.rank :], cos, sin)
-        return LatentRows(plain_THX, turned_THX, torch.cat((latent_TR.unsqueeze(1), turned_T1X), dim=-1))
+        q_THX = q_TX.view(-1, self.layer.num_heads, self._sizes.query_dim)
+        return self._finish(q_THX, self._row(x_TI), *step.turns[self.turn])
 
     def _addend(self, out_THV: Tensor, step: Step) -> Tensor:
         """Return what the layer adds to the stream, of the heads' outputs."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.generation.attention.chosen_rows import SparseSplit, over_slots, split_sparse
-from penstock.generation.layers.latent_attention import LatentAttention, LatentRows, LowRankQueries
+from penstock.generation.layers.latent_attention import LatentAttention, LowRankQueries
 from penstock.generation.layers.latent_prompts import LEAST_ROWS
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.latent_heads import LatentHeads
     from penstock.generation.layers.decoder_layer import RMSNorm, Step
     from penstock.generation.layers.indexer import ChosenPositions, Indexer
+    from penstock.generation.layers.latent_rows import LatentRows
     from penstock.generation.layers.linear.base import Linear
 
 # Key of the last indexer's choice in the plans of a step.

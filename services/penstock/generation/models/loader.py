@@ -320,7 +320,8 @@ class LayerMaker:
         assert experts is not None
         router, *made = (self._linear(prefix, one) for one in linears)
         biases = [self._weights.tensor(f"{prefix}{name}", is_exact=True) for name in choice_biases(self._config, index)]
+        choice = choice_of(experts, next(iter(biases), None), self._kernels)
         end = 2 * experts.count
         pairs = list(zip(made[:end:2], made[1:end:2], strict=True))
         shared = SharedExpert(*made[end:]) if made[end:] else None
-        return MixtureOfExperts(experts, router, pairs, shared, choice_of(experts, *biases))
+        return MixtureOfExperts(experts, router, pairs, shared, choice)

@@ -1,0 +1,85 @@
+// The rows of compressed keys and values, and their queries: torch.ops.penstock.finish_latent_rows
+// (layers/latent_rows.py has the same in torch's operators).
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "decoder/rows.h"
+#include "util/dispatch.h"
+
+namespace penstock {
+namespace {
+
+// Turns dim i with dim i + half; of bfloat16 every result is rounded, as torch does.
+template <typename T>
+void turn(T* x, const T* cos, const T* sin, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const T first = x[i], second = x[i + half];
+    x[i] = first * cos[i] - second * sin[i];
+    x[i + half] = second * cos[i] + first * sin[i];
+  }
+}
+
+template <typename T>
+void turn_rows(at::Tensor& q, at::Tensor& row, const at::Tensor& cos, const at::Tensor& sin,
+               int64_t heads, int64_t first, int64_t last) {
+  const int64_t half = cos.size(-1), query = q.size(1) / heads, width = row.size(1);
+  T *queries = (T*)q.data_ptr(), *rows = (T*)row.data_ptr();
+  for (int64_t t = first; t < last; ++t) {
+    const T *own_cos = (const T*)cos.const_data_ptr() + t * half,
+            *own_sin = (const T*)sin.const_data_ptr() + t * half;
+    for (int64_t h = 0; h < heads; ++h)
+      turn(queries + (t * heads + h + 1) * query - 2 * half, own_cos, own_sin, half);
+    turn(rows + (t + 1) * width - 2 * half, own_cos, own_sin, half);
+  }
+}
+
+// Turns the last dims of every query in `q` (T, heads * dims) and of every row in `row` (T, rank +
+// turned dims), and norms the others of a row, all in place. `cos` and `sin` have half of the
+// turned dims of each row.
+void finish_latent_rows(at::Tensor& q, at::Tensor& row, const at::Tensor& norm,
+                        const at::Tensor& cos, const at::Tensor& sin, int64_t heads, double eps) {
+  const int64_t rows = q.size(0), half = cos.size(-1), rank = norm.numel();
+  for (const at::Tensor* one : {(const at::Tensor*)&row, &cos, &sin})
+    TORCH_CHECK(
+        one->is_contiguous() && one->scalar_type() == q.scalar_type() && one->size(0) == rows,
+        "queries, rows and their turns are of one dtype and number");
+  TORCH_CHECK(q.dim() == 2 && q.is_contiguous() && heads > 0 && q.size(1) % heads == 0 &&
+                  q.size(1) / heads >= 2 * half && row.dim() == 2 &&
+                  row.size(1) == rank + 2 * half && cos.numel() == rows * half &&
+                  cos.sizes() == sin.sizes(),
+              "there are other sizes than of the rows' turns");
+  TORCH_CHECK(norm.is_contiguous() &&
+                  (norm.scalar_type() == q.scalar_type() || norm.scalar_type() == at::kFloat),
+              "the norm is of the rows' dtype, or float");
+  const bool bf16 = is_bf16(q);
+  at::parallel_for(0, rows, grain(q.size(1)), [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      void* own = (char*)row.data_ptr() + t * row.size(1) * row.element_size();
+      KERNEL(add_norm)({.hidden = own,
+                        .x = nullptr,
+                        .weight = norm.const_data_ptr(),
+                        .out = own,
+                        .width = rank,
+                        .out_stride = rank,
+                        .eps = float(eps),
+                        .is_bf16 = bf16,
+                        .rounds_once = norm.scalar_type() != q.scalar_type()},
+                       0, 1);
+    }
+    if (bf16)
+      turn_rows<at::BFloat16>(q, row, cos, sin, heads, first, last);
+    else
+      turn_rows<float>(q, row, cos, sin, heads, first, last);
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(penstock, m) {
+  m.def(
+      "finish_latent_rows(Tensor(a!) q, Tensor(b!) row, Tensor norm, Tensor cos, Tensor sin, int "
+      "heads, float eps) -> ()");
+}
+TORCH_LIBRARY_IMPL(penstock, CPU, m) { m.impl("finish_latent_rows", finish_latent_rows); }
+
+}  // namespace penstock
