@@ -41,10 +41,10 @@ FinishedRows = Callable[[Tensor, Tensor, Tensor, Tensor], LatentRows]
 
 def finished_rows(sizes: LatentHeads, norm: RMSNorm) -> FinishedRows:
     """Return what turns queries and rows and norms the rows' latents, by the kernels that `norm` has."""
-    return _InPlace(sizes, norm) if isinstance(norm.kernels, NativeKernels) else _OneByOne(sizes, norm)
+    return _NativeFinish(sizes, norm) if isinstance(norm.kernels, NativeKernels) else _TorchFinish(sizes, norm)
 
 
-class _OneByOne:
+class _TorchFinish:
     """Torch's operators."""
 
     def __init__(self, sizes: LatentHeads, norm: RMSNorm) -> None:
@@ -58,7 +58,7 @@ class _OneByOne:
         return LatentRows(q_THX[..., :plain], rotate(q_THX[..., plain:], cos, sin), row_T1E)
 
 
-class _InPlace:
+class _NativeFinish:
     """One call of the C++ kernels (csrc/decoder/ops_latent.cpp)."""
 
     def __init__(self, sizes: LatentHeads, norm: RMSNorm) -> None:

@@ -10,7 +10,7 @@ from factories.models.kernels import assert_close
 from factories.models.native import PRODUCT_SETS, use_instruction_set
 from penstock.generation.core.latent_heads import LatentHeads
 from penstock.generation.layers.decoder_layer import RMSNorm
-from penstock.generation.layers.latent_rows import _OneByOne, finished_rows
+from penstock.generation.layers.latent_rows import _TorchFinish, finished_rows
 from penstock.generation.layers.layer_kernels import LayerKernels, NativeKernels
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def rows_of(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Ten
 def test_one_call_is_the_operators(dtype: torch.dtype, weight_dtype: torch.dtype | None, count: int) -> None:
     norm = RMSNorm(drawn(4, SIZES.rank, dtype=weight_dtype or dtype), 1e-5, NativeKernels(dtype))
     q, row, cos, sin = rows_of(count, dtype)
-    expected = _OneByOne(SIZES, norm)(q.clone(), row.clone(), cos, sin)
+    expected = _TorchFinish(SIZES, norm)(q.clone(), row.clone(), cos, sin)
     found = finished_rows(SIZES, norm)(q.clone(), row.clone(), cos, sin)
     for one, other in (
         (found.plain_THX, expected.plain_THX),
