@@ -86,6 +86,10 @@ def sources_digest(torch_version: str, extra: tuple[str, ...] = (), *, machine: 
 @functools.cache
 def _digest_of_sources() -> str:
     # Read once: a look for kernels asks twice.
+    return _read_sources()
+
+
+def _read_sources() -> str:
     digest = hashlib.sha256()
     for source in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
@@ -196,6 +200,11 @@ def build(
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         linked = Path(scratch) / target.name
         compile_library(command, linked, _libraries(), extra=_extra(sanitize, everywhere), progress=progress)
+        # An upgrade may have replaced or removed them: the library would be found as that of the sources before.
+        if _read_sources() != _digest_of_sources():
+            raise StartupError(
+                "the sources of the native kernels changed while they were compiled: start again", flag="--kernels"
+            )
         linked.chmod(0o755)
         recorded = digest_path(linked)
         recorded.write_text(digest(linked))
