@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import openai
 from penstock.gateway.app import GatewayApp
 from penstock.gateway.config import GatewayConfig
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,19 @@ class Gateway:
 
     app: GatewayApp
     registry: CollectorRegistry
+    _clients: list[openai.AsyncOpenAI] = field(default_factory=list)
+
+    def openai(self, key: str = "none") -> openai.AsyncOpenAI:
+        """Return a client, which is closed after the gateway. One that is not would begin its end in whatever loop runs
+        when it is collected."""
+        client = openai.AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60)
+        self._clients.append(client)
+        return client
+
+    async def close_clients(self) -> None:
+        """Close those that it made."""
+        for client in self._clients:
+            await client.close()
 
     @property
     def host_port(self) -> tuple[str, int]:
@@ -40,9 +54,11 @@ async def running_gateway(router: str, **settings: Any) -> AsyncIterator[Gateway
     """Run a ready gateway on a free port before the router at that address."""
     registry = CollectorRegistry()
     app = GatewayApp(GatewayConfig(port=0, router=router, **settings), registry)
+    gateway = Gateway(app, registry)
     try:
         await app.listen()
         await app.start()
-        yield Gateway(app, registry)
+        yield gateway
     finally:
         await app.stop(drain=False)
+        await gateway.close_clients()

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from factories.servers.emitting_backend import count_up
-from factories.servers.gateway import Gateway, running_gateway
+from factories.servers.gateway import running_gateway
 from factories.servers.http_connection import Connection
 from factories.servers.router import backend, running_router, until
 from penstock.common.errors import ResourceExhausted, StartupError
@@ -36,11 +36,6 @@ def events_of(answer: bytes) -> list[bytes]:
         body += rest[line + 2 : line + 2 + size]
         at = line + size + 4
     return [event.removeprefix(b"data: ") for event in bytes(body).split(b"\n\n") if event]
-
-
-def client_of(gateway: Gateway, key: str = "none") -> openai.AsyncOpenAI:
-    """OpenAI's client, without tries of its own."""
-    return openai.AsyncOpenAI(base_url=gateway.url, api_key=key, max_retries=0, timeout=60)
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
@@ -71,7 +66,7 @@ async def test_a_reader_that_stops_is_cut_off_and_the_others_go_on() -> None:
         stopped.post("/v1/chat/completions", {"messages": HELLO, "stream": True})
         assert await stopped.status() == 200
         stopped.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        stream = await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
+        stream = await gateway.openai().chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
         count = 0
         async for _ in stream:
             count += 1
@@ -119,7 +114,7 @@ async def test_tokens_are_the_routers_matter(tmp_path: Path) -> None:
         running_router(one, auth_token_file=str(tokens)) as router,
         running_gateway(router.server.address, metrics_token_file=str(tokens)) as gateway,
     ):
-        answer = await client_of(gateway, "right").chat.completions.create(model="penstock-demo", messages=HELLO)
+        answer = await gateway.openai("right").chat.completions.create(model="penstock-demo", messages=HELLO)
         assert answer.choices[0].message.content
         shown = [f"authorization: {one}" for one in ("Bearer wrong", "Bearer wr\u00f6ng", "Bearer ", "Bearer", "", "x")]
         for header in (*shown, "x-api-key: ", "x-api-key: wrong", "x: y"):
@@ -128,7 +123,7 @@ async def test_tokens_are_the_routers_matter(tmp_path: Path) -> None:
             assert await connection.status() == 401
             connection.close()
         with pytest.raises(openai.AuthenticationError) as caught:
-            await client_of(gateway, "wrong").models.list()
+            await gateway.openai("wrong").models.list()
         assert caught.value.code == "invalid_api_key"
         connection = await Connection.to(gateway)
         connection.writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -158,7 +153,7 @@ async def test_overload_is_429_with_the_time_to_wait() -> None:
         for error, header in ((wait, "retry-after"), (never, "x-should-retry")):
             one.refuse = error
             with pytest.raises(openai.RateLimitError) as caught:
-                await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
+                await gateway.openai().chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
             assert caught.value.response.headers[header]
 
 
@@ -175,7 +170,7 @@ async def test_a_request_that_no_message_holds_is_413(transport: str) -> None:
             ("embeddings", {"input": "x" * 100_000}),
         ):
             with pytest.raises(openai.APIStatusError) as caught:
-                await client_of(gateway).post(f"/{route}", body=body, cast_to=object)
+                await gateway.openai().post(f"/{route}", body=body, cast_to=object)
             assert caught.value.status_code == 413
             assert caught.value.code == "message_too_large"
             assert caught.value.response.headers["x-should-retry"] == "false"
@@ -187,7 +182,7 @@ async def test_an_error_in_a_stream_is_an_event() -> None:
         running_router(one, failover_wait_seconds=0.1) as router,
         running_gateway(router.server.address) as gateway,
     ):
-        stream = await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
+        stream = await gateway.openai().chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
         await anext(stream)
         await one.stop()
         with pytest.raises(openai.APIError) as caught:
@@ -201,14 +196,14 @@ async def test_requests_at_work_are_bounded_and_drained() -> None:
         running_router(one) as router,
         running_gateway(router.server.address, max_requests=1) as gateway,
     ):
-        stream = await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
+        stream = await gateway.openai().chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
         with pytest.raises(openai.RateLimitError) as caught:
-            await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO)
+            await gateway.openai().chat.completions.create(model="penstock-demo", messages=HELLO)
         assert caught.value.response.headers["retry-after"] == "1"
         stopping = asyncio.create_task(gateway.app.stop())
         await until(lambda: gateway.app.is_draining)
         with pytest.raises(openai.InternalServerError) as refused:
-            await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO)
+            await gateway.openai().chat.completions.create(model="penstock-demo", messages=HELLO)
         assert refused.value.status_code == 503
         await one.allow(None)
         assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "stop"
@@ -293,13 +288,13 @@ async def test_a_page_of_another_origin_cannot_send_even_what_browsers_do_not_as
 
 async def test_a_callers_request_id_is_that_of_its_answer_and_of_the_routers_request() -> None:
     async with backend() as one, running_router(one) as router, running_gateway(router.server.address) as gateway:
-        client = client_of(gateway).with_options(default_headers={"x-request-id": "mine-1"})
+        client = gateway.openai().with_options(default_headers={"x-request-id": "mine-1"})
         answer = await client.chat.completions.create(model="penstock-demo", messages=HELLO)
         assert (answer.id, answer._request_id) == ("chatcmpl-mine-1", "mine-1")
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="penstock-demo", messages=[])
         assert caught.value.request_id == "mine-1"
-        odd = client_of(gateway).with_options(default_headers={"x-request-id": "no {id}"})
+        odd = gateway.openai().with_options(default_headers={"x-request-id": "no {id}"})
         listed = await odd.chat.completions.with_raw_response.create(model="penstock-demo", messages=HELLO)
         assert len(listed.headers["x-request-id"]) == 32
 
@@ -347,7 +342,7 @@ async def test_health_follows_the_router() -> None:
                 await asyncio.sleep(0.01)
         with pytest.raises(openai.InternalServerError) as caught:
             await (
-                client_of(gateway)
+                gateway.openai()
                 .with_options(timeout=30)
                 .chat.completions.create(model="penstock-demo", messages=HELLO, extra_body={})
             )

@@ -38,10 +38,6 @@ async def keyed_gateway(folder: Path, **settings: Any) -> AsyncIterator[Gateway]
         yield gateway
 
 
-def client_of(gateway: Gateway, key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=gateway.url, api_key=key, max_retries=0, timeout=60)
-
-
 async def complete(client: openai.AsyncOpenAI, model: str = OTHER, tokens: int = 4) -> Any:
     return await client.completions.create(model=model, prompt="Hello", max_tokens=tokens)
 
@@ -49,16 +45,16 @@ async def complete(client: openai.AsyncOpenAI, model: str = OTHER, tokens: int =
 async def test_rights_and_quotas_of_keys(tmp_path: Path) -> None:
     async with keyed_gateway(tmp_path) as gateway:
         with pytest.raises(openai.AuthenticationError) as unknown:
-            await complete(client_of(gateway, "sk-of-nobody-at-all"))
+            await complete(gateway.openai("sk-of-nobody-at-all"))
         assert unknown.value.code == "invalid_api_key"
 
         # The second is refused without a question to the router.
         for _ in range(2):
             with pytest.raises(openai.AuthenticationError, match="revoked") as revoked:
-                await complete(client_of(gateway, secret_of("gone")))
+                await complete(gateway.openai(secret_of("gone")))
             assert revoked.value.response.json()["error"]["reason"] == "KEY_REVOKED"
 
-        reads, writes = (client_of(gateway, secret_of(label)) for label in ("reads", "writes"))
+        reads, writes = (gateway.openai(secret_of(label)) for label in ("reads", "writes"))
         with pytest.raises(openai.PermissionDeniedError, match="generate") as denied:
             await complete(reads)
         assert (denied.value.code, denied.value.type) == ("scope_missing", "permission_error")
@@ -68,7 +64,7 @@ async def test_rights_and_quotas_of_keys(tmp_path: Path) -> None:
         assert (denied.value.code, denied.value.param) == ("model_not_allowed", "model")
         assert (await complete(writes)).usage.completion_tokens == 4
 
-        slow = client_of(gateway, secret_of("slow"))
+        slow = gateway.openai(secret_of("slow"))
         await complete(slow)
         with pytest.raises(openai.RateLimitError, match="requests_per_minute") as limited:
             await complete(slow)
@@ -79,7 +75,7 @@ async def test_rights_and_quotas_of_keys(tmp_path: Path) -> None:
         assert "x-should-retry" not in headers
 
         with pytest.raises(openai.RateLimitError, match="tokens_per_day") as limited:
-            await complete(client_of(gateway, secret_of("little")), tokens=50)
+            await complete(gateway.openai(secret_of("little")), tokens=50)
         headers = limited.value.response.headers
         assert (limited.value.code, limited.value.type) == ("insufficient_quota", "insufficient_quota")
         assert (headers["x-ratelimit-limit-tokens"], headers["x-ratelimit-remaining-tokens"]) == ("10", "10")
@@ -90,6 +86,6 @@ async def test_files_need_the_scope_jobs(tmp_path: Path) -> None:
     pytest.importorskip("python_multipart")
     async with keyed_gateway(tmp_path) as gateway:
         with pytest.raises(openai.PermissionDeniedError, match="jobs"):
-            await client_of(gateway, secret_of("writes")).files.create(file=("a", b"x"), purpose="batch")
-        file = await client_of(gateway, secret_of("batches")).files.create(file=("a", b"x"), purpose="batch")
+            await gateway.openai(secret_of("writes")).files.create(file=("a", b"x"), purpose="batch")
+        file = await gateway.openai(secret_of("batches")).files.create(file=("a", b"x"), purpose="batch")
         assert file.bytes == 1
