@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
     "tests/unit/generation/**/test_native_*.py",
     "tests/unit/generation/layers/linear/test_tiles.py",
-    "tests/unit/generation/layers/test_experts.py",
+    "tests/unit/generation/layers/test_expert*.py",
+    "tests/unit/generation/layers/test_head_products.py",
+    "tests/unit/generation/layers/test_latent_rows.py",
     "tests/unit/generation/weights/test_packed_layout.py",
     "tests/numerics/models/test_fused_layers.py",
     "tests/numerics/models/test_adapter_kernels.py",

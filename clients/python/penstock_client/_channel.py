@@ -205,10 +205,10 @@ class AsyncChannel:
         status = _OwnStatus(call)
         try:
             return await call
-        except grpc.RpcError:
+        except grpc.aio.AioRpcError as made:
             # The call is over, so a status that the server gave is known.
-            if status.error.done() and (error := status.error.result()) is not None:
-                raise error from None
+            if made.details() == _MADE_UP and status.error.done() and (error := status.error.result()) is not None:
+                raise error from made
             raise
 
     @staticmethod

@@ -97,6 +97,8 @@ async def test_a_made_up_status_replaces_nothing(statuses: tuple[grpc.aio.AioRpc
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert caught.value.details() == "no such token"
     assert caught.value.trailing_metadata() == grpc.aio.Metadata(("reason", "TOKEN"))
+    # Only what was made up is replaced: another error keeps all that grpc tells of it.
+    assert (caught.value is OWN) == (statuses[-1] is OWN)
 
 
 async def test_a_made_up_status_is_told_where_there_is_no_other() -> None:

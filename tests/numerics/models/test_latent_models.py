@@ -12,12 +12,20 @@ import torch
 from factories.engine.modes import load_service
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.model_types import check_ids
+from factories.models.native import use_native
+from factories.models.packed import native_device
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import cpu_device
 from penstock.common.errors import StartupError
 from penstock.generation.layers import latent_prompts
+from penstock.generation.layers.head_products import HeadProducts
+from penstock.generation.layers.latent_attention import LatentAttention
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.loader import build_model, copied_bytes
+from penstock.generation.models.model_parts import ReplacedWeights
 from penstock.generation.models.registry import load_model
+from penstock.generation.weights.checkpoint_weights import CheckpointWeights
+from penstock.generation.weights.quantised.table import open_checkpoint
 from penstock.generation.weights.sharding import Shard
 from penstock.generation.weights.tensor_names import site_linears
 from safetensors.torch import load_file, save_file
@@ -144,3 +152,43 @@ def test_adapters_may_change_the_output_and_plain_mlps(tmp_path: Path) -> None:
     names = [[None if one is None else one.name for one in site_linears(config, layer)] for layer in (0, 1)]
     assert names[0] == [None, "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
     assert names[1] == [None, "self_attn.o_proj", None, None]
+
+
+def made_anew(model: CausalLM, folder: Path, names: set[str]) -> CausalLM:
+    """Return the model with some tensors read again, as WriteWeights makes it."""
+    device = native_device()
+    source = open_checkpoint(folder)
+    fresh = CheckpointWeights(source, device, model.dtype, "none", is_tied=False, map_embeddings=False)
+    assert model.parts is not None
+    return build_model(model.config, ReplacedWeights(model.parts, model.mapped_bytes, fresh, names), device)
+
+
+def key_products(model: CausalLM) -> list[HeadProducts]:
+    return [layer.attention._keys for layer in model.layers if isinstance(layer.attention, LatentAttention)]
+
+
+@pytest.mark.usefixtures("native")
+def test_packed_copies_count_and_are_made_once(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "deepseek_v3")
+    model = load_model(folder, dtype="float32", device=native_device())
+    assert isinstance(model, CausalLM)
+    parts = model.parts
+    assert parts is not None
+    assert parts.head is not None
+    head, table = parts.head
+    tensors = [*parts.tensors.values(), *([] if table is None else [table])]
+    of_parts = sum(one.num_bytes for one in (*parts.linears.values(), head)) + sum(one.nbytes for one in tensors)
+    assert model.num_bytes == of_parts + copied_bytes(model.layers)
+    assert copied_bytes(model.layers) > 0
+    # With a new norm it has the copies that it had; with a new matrix that has its own.
+    products = key_products(model)
+    assert key_products(made_anew(model, folder, {"model.norm.weight"})) == products
+    first, *others = key_products(made_anew(model, folder, {"model.layers.0.self_attn.kv_b_proj.weight"}))
+    assert first is not products[0]
+    assert others == products[1:]
+
+
+@pytest.fixture
+def native() -> None:
+    """Skip where the kernels were not built."""
+    use_native()

@@ -37,7 +37,8 @@ def _native(experts: Experts, bias_X: Tensor | None) -> Choice:
     routing = experts.routing
     choose: Choice = partial(
         torch.ops.penstock.choose_experts.default,
-        bias=bias_X,
+        # As HighestOfAll, which knows none.
+        bias=None if _takes_all(experts) else bias_X,
         per_row=experts.per_row,
         groups=routing.num_groups,
         groups_of_row=routing.groups_of_row,

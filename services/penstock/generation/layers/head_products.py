@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from penstock.generation.layers.layer_kernels import LayerKernels, NativeKernels
@@ -75,3 +76,21 @@ def head_products(weight_HOX: Tensor, kernels: LayerKernels) -> HeadProducts:
     if isinstance(kernels, NativeKernels) and has_pairs:
         return PackedProducts(weight_HOX)
     return BatchedProducts(weight_HOX)
+
+
+class HeadCopies:
+    """Products of heads by the matrix that they were made of: models made anew with the same matrix, as WriteWeights
+    makes them, share them."""
+
+    def __init__(self) -> None:
+        self._products = WeakTensorKeyDictionary()
+
+    def of(self, matrix: Tensor, make: Callable[[], tuple[HeadProducts, ...]]) -> tuple[HeadProducts, ...]:
+        """Return what `make` makes of `matrix`, once as long as that lives."""
+        if matrix not in self._products:
+            self._products[matrix] = make()
+        products: tuple[HeadProducts, ...] = self._products[matrix]
+        return products
+
+
+COPIES = HeadCopies()

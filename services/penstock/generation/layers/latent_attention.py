@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from penstock.generation.layers.head_products import head_products
+from penstock.generation.layers.head_products import COPIES, head_products
 from penstock.generation.layers.latent_prompts import LatentPrompts, split_prompts
 from penstock.generation.layers.latent_rows import LatentRows, finished_rows
 from penstock.generation.layers.lora import OUTPUT
@@ -99,8 +99,13 @@ class LatentAttention:
         # (H, plain + value, rank): a view.
         both_HXR = expansion.view(layer.num_heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
         # Of queries, to the rank, and of what heads read, from it.
-        self._keys = head_products(both_HXR[:, : sizes.plain_dim].transpose(1, 2), norm.kernels)
-        self._values = head_products(both_HXR[:, sizes.plain_dim :], norm.kernels)
+        self._keys, self._values = COPIES.of(
+            expansion,
+            lambda: (
+                head_products(both_HXR[:, : sizes.plain_dim].transpose(1, 2), norm.kernels),
+                head_products(both_HXR[:, sizes.plain_dim :], norm.kernels),
+            ),
+        )
         self._prompts = LatentPrompts(layer, sizes, both_HXR)
 
     @property

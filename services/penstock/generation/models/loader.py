@@ -91,8 +91,6 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
     token_inputs = parts.token_inputs(weights.dtype)
     layers = [parts.layer(i) for i in range(config.num_layers)]
     norm = parts.norm(NORM)
-    attentions = (layer.attention for layer in layers)
-    copied_bytes = sum(one.copied_bytes for one in attentions if isinstance(one, LatentAttention))
     config = dataclasses.replace(
         config,
         dtype=dtype_name(weights.dtype),
@@ -109,11 +107,17 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
         attention=attention_of(config, weights.dtype, device),
         dtype=weights.dtype,
         device=device.torch_device,
-        num_bytes=weights.num_bytes + copied_bytes,
+        num_bytes=weights.num_bytes + copied_bytes(layers),
         mapped_bytes=weights.mapped_bytes,
         parts=keeper.parts,
         token_inputs=token_inputs,
     )
+
+
+def copied_bytes(layers: Sequence[DecoderLayer]) -> int:
+    """Return the memory that layers take beside their weights."""
+    attentions = (layer.attention for layer in layers)
+    return sum(one.copied_bytes for one in attentions if isinstance(one, LatentAttention))
 
 
 def attention_of(config: ModelConfig, dtype: torch.dtype, device: Device) -> Attention:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import Activation, ModelConfig
 from penstock.generation.models.draft_head import DraftHead, Embed
-from penstock.generation.models.loader import LayerMaker
+from penstock.generation.models.loader import LayerMaker, copied_bytes
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights, TensorSource
 from penstock.generation.weights.draft_layers import (
     DRAFT_HEAD,
@@ -80,7 +80,7 @@ class MultiTokenHead(DraftHead):
         self._shares_head = weights.shares_head
         self._head = model.head if weights.shares_head else weights.linear(layer_prefix(0), own)
         self._table = table
-        self.num_bytes = weights.num_bytes + (0 if table is None else table.nbytes)
+        self.num_bytes = weights.num_bytes + copied_bytes([self._layer]) + (0 if table is None else table.nbytes)
         self.num_parameters = weights.num_parameters
 
     @override

@@ -73,7 +73,10 @@ class WeightUpdates:
         model = loaded.weights.draft if of_draft else loaded.weights.model
         assert model is not None, "the name of a draft model that is there"
         check_specs(specs, model.config)
-        self._check_room(sum(spec.num_bytes for spec in specs), loaded, model.num_bytes)
+        sent = sum(spec.num_bytes for spec in specs)
+        # Of a matrix that makes keys and values of a latent there is a packed copy beside it.
+        made = sent if model.config.latent is None else 2 * sent
+        self._check_room(sent, loaded, min(made, model.num_bytes))
 
     def intake(self, specs: Sequence[TensorSpec], loaded: LoadedModel, *, of_draft: bool = False) -> WeightIntake:
         """Return the place for an update's bytes. Raises as `check`."""
@@ -104,17 +107,18 @@ class WeightUpdates:
         self._is_busy = False
 
     def _check_room(self, num_bytes: int, loaded: LoadedModel, parts: int) -> None:
+        """Refuse tensors of `num_bytes`, and parts made of them with at most `parts` bytes, that do not fit."""
         most = self._config.write_weights_bytes()
         if most is not None and num_bytes > most:
             raise ResourceExhausted(
                 f"the tensors have {format_size(num_bytes)}, and --max-write-weights-memory is {format_size(most)}",
                 reason="WEIGHTS_TOO_LARGE",
             )
-        # At most all parts are made anew, while the old ones are still there.
+        # Parts are made while the old ones are still there.
         on_device = loaded.weights.device.memory().available
         _, on_host = host_memory()
         is_one = loaded.weights.device.torch_device.type == "cpu"
-        if num_bytes + (min(parts, num_bytes) if is_one else 0) > on_host or min(parts, num_bytes) > on_device:
+        if num_bytes + (parts if is_one else 0) > on_host or parts > on_device:
             raise ResourceExhausted(
                 f"the tensors have {format_size(num_bytes)}, and memory for them and the parts made of them is short: "
                 "send fewer at once",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from factories.models.kernels import assert_close
 from factories.models.native import PRODUCT_SETS, use_instruction_set
-from penstock.generation.layers.head_products import BatchedProducts, PackedProducts, head_products
+from penstock.generation.layers.head_products import BatchedProducts, HeadCopies, PackedProducts, head_products
 from penstock.generation.layers.layer_kernels import LayerKernels, NativeKernels
 from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 from torch import Tensor
@@ -93,8 +93,46 @@ def test_which_products_a_layer_has() -> None:
         (torch.empty(2, HEADS, 4), torch.empty(2, HEADS, 8, dtype=torch.bfloat16)),
         (torch.empty(2, HEADS, 4), torch.empty(2, HEADS, 40)),
         (torch.empty(2, 4, HEADS).transpose(1, 2), torch.empty(2, HEADS, 8)),
+        (torch.empty(2, HEADS, 4), torch.empty(2, 1, 8).expand(2, HEADS, 8)),
     ],
 )
 def test_other_shapes_are_refused(x: Tensor, out: Tensor) -> None:
     with pytest.raises(RuntimeError):
         PackedProducts(drawn(1, HEADS, 8, 4, dtype=torch.float32))(x, out)
+
+
+def test_a_matrix_has_its_products_once() -> None:
+    """A model that WriteWeights makes anew keeps the matrices that it was not sent, and their copies."""
+    copies, made = HeadCopies(), list[Tensor]()
+
+    def products_of(matrix: Tensor) -> PackedProducts:
+        def make() -> tuple[PackedProducts]:
+            made.append(matrix.clone())
+            return (PackedProducts(matrix.view(HEADS, 8, 4)),)
+
+        (one,) = copies.of(matrix, make)
+        assert isinstance(one, PackedProducts)
+        return one
+
+    first, other = (drawn(seed, HEADS * 8, 4, dtype=torch.float32) for seed in (1, 1))
+    assert products_of(first) is products_of(first)
+    # The same numbers are another matrix.
+    assert products_of(other) is not products_of(first)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_the_work_and_change_no_bits(threads: int) -> None:
+    products, x = (
+        PackedProducts(drawn(1, HEADS, 200, 64, dtype=torch.bfloat16)),
+        part_of_wider(2, 9, 64, torch.bfloat16),
+    )
+    usual, found = (torch.empty(9, HEADS, 200, dtype=torch.bfloat16) for _ in range(2))
+    products(x, usual)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        products(x, found)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, usual)

@@ -21,8 +21,11 @@ void head_products(const at::Tensor& x, const at::Tensor& weights, at::Tensor& o
   const int64_t rows = x.size(0), heads = x.size(1), inputs = x.size(2), outputs = out.size(2),
                 granule = granule_inputs(format), granules = granules_of(format, inputs),
                 panels = (outputs + PANEL - 1) / PANEL, bytes = granules * PANEL * 4 * panels;
-  TORCH_CHECK(inputs % granule == 0 && x.stride(0) % granule == 0 && x.stride(1) % granule == 0,
+  TORCH_CHECK(inputs % granule == 0 && x.stride(0) % granule == 0 && x.stride(1) % granule == 0 &&
+                  (uintptr_t)x.const_data_ptr() % 4 == 0,
               "a head's inputs are whole granules");
+  TORCH_CHECK(out.stride(1) >= outputs && (rows < 2 || out.stride(0) >= heads * outputs),
+              "outputs overlap");
   TORCH_CHECK(weights.is_contiguous() && weights.scalar_type() == at::kByte &&
                   weights.numel() == heads * bytes,
               "the weights have the wrong size");
