@@ -79,18 +79,22 @@ def head_products(weight_HOX: Tensor, kernels: LayerKernels) -> HeadProducts:
 
 
 class HeadCopies:
-    """Products of heads by the matrix that they were made of: models made anew with the same matrix, as WriteWeights
-    makes them, share them."""
+    """Packed products of heads by the matrix that they were made of: models made anew with the same matrix, as
+    WriteWeights makes them, share them."""
 
     def __init__(self) -> None:
         self._products = WeakTensorKeyDictionary()
 
     def of(self, matrix: Tensor, make: Callable[[], tuple[HeadProducts, ...]]) -> tuple[HeadProducts, ...]:
-        """Return what `make` makes of `matrix`, once as long as that lives."""
-        if matrix not in self._products:
-            self._products[matrix] = make()
-        products: tuple[HeadProducts, ...] = self._products[matrix]
-        return products
+        """Return what `make` makes of `matrix`: of packed products the same as long as the matrix lives."""
+        known: tuple[HeadProducts, ...] | None = self._products.get(matrix)
+        if known is not None:
+            return known
+        made = make()
+        # Views of the matrix would keep it alive.
+        if all(one.copied_bytes for one in made):
+            self._products[matrix] = made
+        return made
 
 
 COPIES = HeadCopies()

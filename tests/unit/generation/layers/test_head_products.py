@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -119,6 +121,21 @@ def test_a_matrix_has_its_products_once() -> None:
     # The same numbers are another matrix.
     assert products_of(other) is not products_of(first)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("kernels", [NativeKernels(torch.float32), LayerKernels()])
+def test_a_matrix_that_no_model_has_is_freed(kernels: LayerKernels) -> None:
+    """Views of it, which torch's products are, do not keep it."""
+    copies = HeadCopies()
+
+    def used() -> weakref.ref[Tensor]:
+        matrix = drawn(1, HEADS * 8, 4, dtype=torch.float32)
+        copies.of(matrix, lambda: (head_products(matrix.view(HEADS, 8, 4), kernels),))
+        return weakref.ref(matrix)
+
+    freed = used()
+    gc.collect()
+    assert freed() is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
