@@ -164,7 +164,7 @@ def made_anew(model: CausalLM, folder: Path, names: set[str]) -> CausalLM:
 
 
 def key_products(model: CausalLM) -> list[HeadProducts]:
-    return [layer.attention._keys for layer in model.layers if isinstance(layer.attention, LatentAttention)]
+    return [layer.attention.keys for layer in model.layers if isinstance(layer.attention, LatentAttention)]
 
 
 @pytest.mark.usefixtures("native")

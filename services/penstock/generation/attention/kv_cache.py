@@ -61,7 +61,8 @@ def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_TKD = x_TKD.float()
     most_TK = x_TKD.abs().amax(-1)
-    inverse_TK = torch.where(most_TK > _NEGLIGIBLE, _LARGEST / most_TK, 0.0)
+    # A quotient, as in csrc/attention/rope.cpp: torch divides a number by a tensor as a product with its reciprocal.
+    inverse_TK = torch.where(most_TK > _NEGLIGIBLE, torch.full_like(most_TK, _LARGEST) / most_TK, 0.0)
     whole = (x_TKD * inverse_TK.unsqueeze(-1)).round().nan_to_num(0.0).to(torch.int8)
     return whole, torch.where(most_TK.isfinite(), most_TK / _LARGEST, torch.nan)
 

@@ -24,7 +24,7 @@ def choice_of(experts: Experts, bias_X: Tensor | None = None, kernels: LayerKern
     """Return the rule of `experts`; `bias_X` is in float32. With native `kernels` one call of theirs makes the
     choice."""
     if isinstance(kernels, NativeKernels):
-        return _native(experts, bias_X)
+        return NativeChoice(experts, bias_X)
     return HighestOfAll(experts) if _takes_all(experts) else HighestOfGroups(experts, bias_X)
 
 
@@ -32,23 +32,36 @@ def _takes_all(experts: Experts) -> bool:
     return not experts.routing.is_sigmoid and experts.routing.num_groups == 1
 
 
-def _native(experts: Experts, bias_X: Tensor | None) -> Choice:
-    """Return the rule by csrc/decoder/ops_choice.cpp. Of equal scores the first expert is chosen."""
-    routing = experts.routing
-    choose: Choice = partial(
-        torch.ops.penstock.choose_experts.default,
+class NativeChoice:
+    """The rule by csrc/decoder/ops_choice.cpp. Of equal scores the first expert is chosen."""
+
+    def __init__(self, experts: Experts, bias_X: Tensor | None) -> None:
+        """Take the bias in float32; None: there is none."""
+        routing, takes_all = experts.routing, _takes_all(experts)
         # As HighestOfAll, which knows none.
-        bias=None if _takes_all(experts) else bias_X,
-        per_row=experts.per_row,
-        groups=routing.num_groups,
-        groups_of_row=routing.groups_of_row,
-        ranked_by=routing.ranked_by,
-        is_sigmoid=routing.is_sigmoid,
-        sums_to_one=experts.sums_to_one,
-        least=0.0 if _takes_all(experts) else _LEAST,
-        scale=routing.scale,
-    )
-    return choose
+        self.bias = None if takes_all else bias_X
+        # By the names of the operator, and of csrc/decoder.
+        self.numbers: dict[str, int] = {
+            "per_row": experts.per_row,
+            "groups": routing.num_groups,
+            "groups_of_row": routing.groups_of_row,
+            "ranked_by": routing.ranked_by,
+            "is_sigmoid": routing.is_sigmoid,
+            "sums_to_one": experts.sums_to_one,
+        }
+        # Added to the sum of a row's shares; and a factor of each.
+        self.least = 0.0 if takes_all else _LEAST
+        self.scale = routing.scale
+        self._choose: Choice = partial(
+            torch.ops.penstock.choose_experts.default,
+            bias=self.bias,
+            **self.numbers,
+            least=self.least,
+            scale=self.scale,
+        )
+
+    def __call__(self, scores_TX: Tensor) -> tuple[Tensor, Tensor]:
+        return self._choose(scores_TX)
 
 
 class HighestOfAll:

@@ -19,6 +19,7 @@ from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import Experts
+    from penstock.generation.layers.decoder_layer import Step
     from penstock.generation.layers.linear.base import Linear
 
 # A multiple of the floats that torch takes at a time: two of AVX-512's vectors.
@@ -60,25 +61,30 @@ class MixtureOfExperts:
         of the experts; None: that of `config`."""
         self.route = choice or choice_of(config)
         self._reads_float32 = config.routing.in_float32
-        self._router = router
-        self._experts = tuple(experts)
-        self._shared = shared
-        self._multiply = expert_products(self._experts)
+        self.router = router
+        self.experts = tuple(experts)
+        self.shared = shared
+        self._multiply = expert_products(self.experts)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Products that --quantization changes."""
-        shared = () if self._shared is None else (self._shared.gated, self._shared.down)
-        return (*(linear for expert in self._experts for linear in expert), *shared)
+        shared = () if self.shared is None else (self.shared.gated, self.shared.down)
+        return (*(linear for expert in self.experts for linear in expert), *shared)
 
-    def __call__(self, x_TI: Tensor, step: object) -> Tensor:
-        """Map (T, hidden) to (T, hidden). `step` does not matter here: no adapter changes an expert."""
+    @property
+    def are_grouped(self) -> bool:
+        """True where one call of the C++ kernels has the products of all experts."""
+        return not isinstance(self._multiply, OneByOne)
+
+    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
+        """Map (T, hidden) to (T, hidden), in the dtype of the stream. No adapter changes an expert."""
         rows_TI = x_TI.float() if self._reads_float32 else x_TI
-        experts_TE, shares_TE = self.route(self._router.as_float(rows_TI))
+        experts_TE, shares_TE = self.route(self.router.as_float(rows_TI))
         out_TI = self._multiply(x_TI, experts_TE, shares_TE)
-        if self._shared is not None:
-            self._shared.add_to(out_TI, x_TI)
-        return out_TI.to(x_TI.dtype)
+        if self.shared is not None:
+            self.shared.add_to(out_TI, x_TI)
+        return out_TI.to(step.stream)
 
 
 def expert_products(

@@ -50,23 +50,23 @@ class PackedProducts(HeadProducts):
     def __init__(self, weight_HOX: Tensor) -> None:
         """Pack the matrices, in bfloat16 or float32. In bfloat16 a head has an even number of inputs."""
         heads, outputs, inputs = weight_HOX.shape
-        format = Format.BF16 if weight_HOX.dtype is torch.bfloat16 else Format.F32
-        _, num_bytes = part_sizes((outputs, inputs), format, gated=False, has_bias=False)["weight"]
-        self._packed = torch.empty((heads, num_bytes), dtype=torch.uint8)
+        self.format = Format.BF16 if weight_HOX.dtype is torch.bfloat16 else Format.F32
+        _, num_bytes = part_sizes((outputs, inputs), self.format, gated=False, has_bias=False)["weight"]
+        self.packed = torch.empty((heads, num_bytes), dtype=torch.uint8)
         scales, sums = torch.empty(0), torch.empty(0, dtype=torch.int32)
-        for weight_OX, packed in zip(weight_HOX, self._packed, strict=True):
+        for weight_OX, packed in zip(weight_HOX, self.packed, strict=True):
             rows = weight_OX.contiguous()
-            torch.ops.penstock.pack_rows(rows, 0, outputs, packed, scales, sums, int(format), False, None)
+            torch.ops.penstock.pack_rows(rows, 0, outputs, packed, scales, sums, int(self.format), False, None)
         self._multiply: Callable[[Tensor, Tensor, Tensor], None] = torch.ops.penstock.head_products.default
 
     @property
     @override
     def copied_bytes(self) -> int:
-        return self._packed.nbytes
+        return self.packed.nbytes
 
     @override
     def __call__(self, x_THX: Tensor, out_THO: Tensor) -> None:
-        self._multiply(x_THX, self._packed, out_THO)
+        self._multiply(x_THX, self.packed, out_THO)
 
 
 def head_products(weight_HOX: Tensor, kernels: LayerKernels) -> HeadProducts:
@@ -87,8 +87,8 @@ class HeadCopies:
 
     def of(self, matrix: Tensor, make: Callable[[], tuple[HeadProducts, ...]]) -> tuple[HeadProducts, ...]:
         """Return what `make` makes of `matrix`: of packed products the same as long as the matrix lives."""
-        known: tuple[HeadProducts, ...] | None = self._products.get(matrix)
-        if known is not None:
+        if matrix in self._products:
+            known: tuple[HeadProducts, ...] = self._products[matrix]
             return known
         made = make()
         # Views of the matrix would keep it alive.

@@ -40,36 +40,36 @@ class DirectQueries:
     """Queries of one product."""
 
     def __init__(self, linear: Linear) -> None:
-        self._linear = linear
+        self.linear = linear
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (self._linear,)
+        return (self.linear,)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return self._linear(x_TI)
+        return self.linear(x_TI)
 
 
 class LowRankQueries:
     """Queries of a product with few outputs, their norm, and a product with these."""
 
     def __init__(self, down: Linear, norm: RMSNorm, up: Linear) -> None:
-        self._down, self._norm, self._up = down, norm, up
+        self.down, self.norm, self.up = down, norm, up
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self._down, self._up
+        return self.down, self.up
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self.widened(self.narrow(x_TI))
 
     def narrow(self, x_TI: Tensor) -> Tensor:
         """Return the normed outputs of the first product, (T, rank of the queries)."""
-        return self._norm(self._down(x_TI))
+        return self.norm(self.down(x_TI))
 
     def widened(self, narrow_TR: Tensor) -> Tensor:
         """Return the queries of all heads that these make."""
-        return self._up(narrow_TR)
+        return self.up(narrow_TR)
 
 
 class LatentAttention:
@@ -92,14 +92,15 @@ class LatentAttention:
         self.layer = layer
         self.turn = turn
         self.output = output
-        self._sizes = sizes
-        self._queries = queries
-        self._row = row
+        self.sizes = sizes
+        self.queries = queries
+        self.row = row
+        self.norm = norm
         self._finish = finished_rows(sizes, norm)
         # (H, plain + value, rank): a view.
         both_HXR = expansion.view(layer.num_heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
         # Of queries, to the rank, and of what heads read, from it.
-        self._keys, self._values = COPIES.of(
+        self.keys, self.values = COPIES.of(
             expansion,
             lambda: (
                 head_products(both_HXR[:, : sizes.plain_dim].transpose(1, 2), norm.kernels),
@@ -111,25 +112,25 @@ class LatentAttention:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Products that --quantization changes."""
-        return (*self._queries.linears, self._row, self.output)
+        return (*self.queries.linears, self.row, self.output)
 
     @property
     def copied_bytes(self) -> int:
         """Memory beside the weights that it was made of: packed copies of the expansion."""
-        return self._keys.copied_bytes + self._values.copied_bytes
+        return self.keys.copied_bytes + self.values.copied_bytes
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's rows into the pool."""
         metadata, kv = step.metadata, step.kv
         if kv.layout is not None:
             metadata = metadata.view(kv.view_of(self.layer.index))
-        out_THV = self._attend(self._rows(self._queries(x_TI), x_TI, step), metadata, step)
+        out_THV = self._attend(self._rows(self.queries(x_TI), x_TI, step), metadata, step)
         return self._addend(out_THV, step)
 
     def _rows(self, q_TX: Tensor, x_TI: Tensor, step: Step) -> LatentRows:
         """Return the rows of `x_TI`; `q_TX` are their queries before they turn."""
-        q_THX = q_TX.view(-1, self.layer.num_heads, self._sizes.query_dim)
-        return self._finish(q_THX, self._row(x_TI), *step.turns[self.turn])
+        q_THX = q_TX.view(-1, self.layer.num_heads, self.sizes.query_dim)
+        return self._finish(q_THX, self.row(x_TI), *step.turns[self.turn])
 
     def _addend(self, out_THV: Tensor, step: Step) -> Tensor:
         """Return what the layer adds to the stream, of the heads' outputs."""
@@ -154,17 +155,17 @@ class LatentAttention:
 
     def _blank(self, rows: LatentRows) -> Tensor:
         """Return memory for o (T, H, value dims)."""
-        return rows.plain_THX.new_empty((*rows.plain_THX.shape[:2], self._sizes.value_dim))
+        return rows.plain_THX.new_empty((*rows.plain_THX.shape[:2], self.sizes.value_dim))
 
     def _over_rows(
         self, rows: LatentRows, metadata: AttentionMetadata, attention: Attention, kv: KVCachePool
     ) -> Tensor:
         """Return o (T, H, value dims) by attention over the pool's rows themselves."""
-        rank, plain_THX = self._sizes.rank, rows.plain_THX
-        q_THE = plain_THX.new_empty((*plain_THX.shape[:2], self._sizes.row_dim))
-        self._keys(plain_THX, q_THE[..., :rank])
+        rank, plain_THX = self.sizes.rank, rows.plain_THX
+        q_THE = plain_THX.new_empty((*plain_THX.shape[:2], self.sizes.row_dim))
+        self.keys(plain_THX, q_THE[..., :rank])
         q_THE[..., rank:] = rows.turned_THX
         mean_THE = attention.forward(q_THE, rows.row_T1E, rows.row_T1E, self.layer, metadata, kv)
         out_THV = self._blank(rows)
-        self._values(mean_THE[..., :rank], out_THV)
+        self.values(mean_THE[..., :rank], out_THV)
         return out_THV

@@ -107,8 +107,13 @@ class CausalLM:
 
     @property
     def can_draw(self) -> bool:
-        """True when `forward_and_draw` may be called, and `decode` where layers keep no states."""
+        """True when `decode` may be called where layers keep no states, and `forward_and_draw` for steps that
+        `draws_in` accepts."""
         return self._fused is not None
+
+    def draws_in(self, metadata: AttentionMetadata) -> bool:
+        """True when `forward_and_draw` may be called for a step."""
+        return self.can_draw and (self._fused is None or self._fused.takes(metadata))
 
     @property
     def unsupported(self) -> Mapping[str, str]:
@@ -225,7 +230,7 @@ class CausalLM:
             self._fused is not None
             and keeper is taps
             and attention in (None, self.attention)
-            and not metadata.revises_states
+            and self._fused.takes(metadata)
         ):
             all_rows = taps is not None and taps.wants(len(self.layers)) and rows_R is not None
             rows = (hidden, self._table_rows(input_ids_T), None if all_rows else rows_R)
@@ -262,8 +267,8 @@ class CausalLM:
         """Return the result of `forward`, and for each row the id of its highest logit (R): the first of equals, -1
         where none is finite. Fill `taps`, which may have rows after the final norm only where `rows_R` is None.
 
-        The logits are never in memory, and nothing runs between layers and head. Call it only if `can_draw`, and not
-        for a step that revises states.
+        The logits are never in memory, and nothing runs between layers and head. Call it only for a step that
+        `draws_in` accepts.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
@@ -285,8 +290,8 @@ class CausalLM:
     ) -> tuple[Tensor, Tensor]:
         """Return the result of FusedLayers, and note the states that it leaves. `rows`: embeddings, rows of tokens'
         vectors, and the wanted rows."""
-        if metadata.revises_states:
-            raise RuntimeError("a step that revises states goes layer by layer")
+        if not fused.takes(metadata):
+            raise RuntimeError("this step goes layer by layer")
         hidden_TI, table_rows_TX, rows_R = rows
         result = fused(hidden_TI, positions_T, metadata, kv, rows_R, adapters, taps, table_rows_TX, draws=draws)
         if self.config.delta is not None:

@@ -19,9 +19,14 @@ from penstock.generation.layers.decoder_layer import (
     SwiGLU,
 )
 from penstock.generation.layers.delta_net import DeltaNet
+from penstock.generation.layers.expert_choice import NativeChoice
+from penstock.generation.layers.experts import MixtureOfExperts
 from penstock.generation.layers.gated_attention import GatedAttention
+from penstock.generation.layers.head_products import PackedProducts
+from penstock.generation.layers.latent_attention import DirectQueries, LatentAttention, LowRankQueries
+from penstock.generation.layers.latent_prompts import LEAST_ROWS
 from penstock.generation.layers.layer_kernels import NativeKernels
-from penstock.generation.layers.linear.native import NativeLinear
+from penstock.generation.layers.linear.native import Format, NativeLinear
 from penstock.generation.layers.step_states import states_of_step
 
 if TYPE_CHECKING:
@@ -72,7 +77,10 @@ class FusedLayers:
             "softcap": config.attention_softcap,
             "embedding_scale": embedding_scale,
             "residual_scale": config.residual_scale,
+            **_choice_factors(layers),
         }
+        if config.latent is not None:
+            factors["latent_eps"] = config.latent.eps
         end = {"norm": norm.weight, **named_parts("head", last)}
         if tokens is not None:
             sizes["token_format"] = int(cast(NativeLinear, tokens.product).format)
@@ -92,10 +100,18 @@ class FusedLayers:
         self._forward, self._decode = self.decoder.forward, self.decoder.decode
         self._rotaries = tuple(rotaries)
         self._keeps_states = config.delta is not None
+        self._is_latent = config.latent is not None
         self.table = table
         self._token_table = None if tokens is None else tokens.table
         # Rows of taps are of this dtype and width.
         self._like_TI = torch.empty((0, config.hidden_size), dtype=dtype)
+
+    def takes(self, metadata: AttentionMetadata) -> bool:
+        """True where it computes a step: not one that revises states, or has a prompt over compressed keys and values
+        that layers expand."""
+        if metadata.revises_states:
+            return False
+        return not self._is_latent or max(metadata.query_lens) < LEAST_ROWS
 
     def __call__(
         self,
@@ -110,9 +126,9 @@ class FusedLayers:
         *,
         draws: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return hidden_RI of `rows_R` (ascending; None: of all) after the final norm; overwrite the embeddings
-        `hidden_TI` and fill `taps`. They may have rows after the final norm only where all are wanted. `table_rows_TX`:
-        the rows of tokens' vectors, where layers have some.
+        """Return hidden_RI of `rows_R` (ascending; None: of all) after the final norm, for a step that it takes;
+        overwrite the embeddings `hidden_TI` and fill `taps`. They may have rows after the final norm only where all are
+        wanted. `table_rows_TX`: the rows of tokens' vectors, where layers have some.
 
         `draws`: also return for each row the id of its highest logit (R), the first of equals, -1 if that is not
         finite; else an empty tensor. An unwanted row ends with its keys and values in the last layer.
@@ -176,30 +192,65 @@ def can_fuse(
     """True when everything is native, no width needs padding, and every layer is of a kind that csrc/decoder knows."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
-    if config.latent is not None or config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
+    if config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
         return False
     # This may be a part of a layer that waits for its other parts.
-    if not all(type(layer.mlp) is SwiGLU for layer in layers):
+    if not all(type(layer.mlp) is SwiGLU or _is_native_mixture(layer.mlp) for layer in layers):
         return False
     if tokens is not None and not isinstance(tokens.product, NativeLinear):
         return False
     if not all(type(layer.attention) in _KINDS for layer in layers):
         return False
-    products = [product for layer in layers for product in _products(layer).values()]
+    if not all(_has_packed_heads(layer) for layer in layers):
+        return False
+    products: list[Linear] = [product for layer in layers for product in _products(layer).values()]
+    products += [linear for layer in layers for expert in _experts_of(layer) for linear in expert]
     if not all(isinstance(product, NativeLinear) for product in products):
         return False
-    widths = {config.hidden_size, *(product.in_features for product in products)}
+    widths = {config.hidden_size, *(cast(NativeLinear, product).in_features for product in products)}
     return isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
 # What a fused layer may have for its attention.
-_KINDS = (SelfAttention, GatedAttention, DeltaNet)
+_KINDS = (SelfAttention, GatedAttention, DeltaNet, LatentAttention)
+
+
+def _is_native_mixture(mlp: SwiGLU | MixtureOfExperts) -> bool:
+    """True where csrc/decoder has every part: the sigmoid of a shared expert's gate is torch's."""
+    return (
+        isinstance(mlp, MixtureOfExperts)
+        and mlp.are_grouped
+        and isinstance(mlp.route, NativeChoice)
+        and isinstance(mlp.router, NativeLinear)
+        and mlp.router.format in (Format.F32, Format.BF16)
+        and (mlp.shared is None or mlp.shared.gate is None)
+    )
+
+
+def _has_packed_heads(layer: DecoderLayer) -> bool:
+    attention = layer.attention
+    if not isinstance(attention, LatentAttention):
+        return True
+    return isinstance(attention.keys, PackedProducts) and isinstance(attention.values, PackedProducts)
+
+
+def _experts_of(layer: DecoderLayer) -> Sequence[tuple[Linear, Linear]]:
+    return layer.mlp.experts if isinstance(layer.mlp, MixtureOfExperts) else ()
+
+
+def _choice_factors(layers: Sequence[DecoderLayer]) -> dict[str, float]:
+    """Return the factors of the choice of experts, the same in all layers that have some."""
+    for layer in layers:
+        if isinstance(layer.mlp, MixtureOfExperts):
+            choice = cast(NativeChoice, layer.mlp.route)
+            return {"choice_least": choice.least, "choice_scale": choice.scale}
+    return {}
 
 
 def _attention_scale(layers: Sequence[DecoderLayer]) -> float:
     """Return the factor of the scores, the same in all layers that attend."""
     kinds = (layer.attention for layer in layers)
-    return next(one.layer.scale for one in kinds if isinstance(one, SelfAttention | GatedAttention))
+    return next(one.layer.scale for one in kinds if isinstance(one, SelfAttention | GatedAttention | LatentAttention))
 
 
 def _states(metadata: AttentionMetadata, kv: KVCachePool) -> list[Tensor]:
@@ -212,7 +263,7 @@ def _states(metadata: AttentionMetadata, kv: KVCachePool) -> list[Tensor]:
 def own_sizes(layer: DecoderLayer) -> dict[str, int]:
     """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
     attention = layer.attention
-    sizes = {"inner": cast(SwiGLU, layer.mlp).down.in_features}
+    sizes = _mlp_sizes(layer.mlp)
     if isinstance(attention, DeltaNet):
         heads = attention.heads
         sizes |= {
@@ -223,7 +274,7 @@ def own_sizes(layer: DecoderLayer) -> dict[str, int]:
             "value_dim": heads.value_dim,
         }
     else:
-        assert isinstance(attention, SelfAttention | GatedAttention)
+        assert isinstance(attention, SelfAttention | GatedAttention | LatentAttention)
         own = attention.layer
         sizes |= {
             "window": own.window or 0,
@@ -231,20 +282,60 @@ def own_sizes(layer: DecoderLayer) -> dict[str, int]:
             "num_kv_heads": own.num_kv_heads,
             "head_dim": own.head_dim,
             "keys": own.index,
-            "parts": own.parts,
-            "norms_values": int(own.norms_values),
-            "has_gates": int(isinstance(attention, GatedAttention)),
         }
+        if isinstance(attention, LatentAttention):
+            sizes |= _latent_sizes(attention)
+        else:
+            sizes |= {
+                "parts": own.parts,
+                "norms_values": int(own.norms_values),
+                "has_gates": int(isinstance(attention, GatedAttention)),
+            }
     if isinstance(layer, ScaledLayer) and layer.own_input is not None:
         sizes["token_dim"] = layer.own_input.projection.in_features
     return sizes | {f"{name}.format": int(linear.format) for name, linear in _products(layer).items()}
 
 
+def _mlp_sizes(mlp: SwiGLU | MixtureOfExperts) -> dict[str, int]:
+    if isinstance(mlp, SwiGLU):
+        return {"inner": mlp.down.in_features}
+    down = cast(NativeLinear, mlp.experts[0][1])
+    sizes = {"inner": down.in_features, "experts": len(mlp.experts), "experts.format": int(down.format)}
+    if mlp.shared is not None:
+        sizes["shared_inner"] = mlp.shared.down.in_features
+    return sizes | {name: int(number) for name, number in cast(NativeChoice, mlp.route).numbers.items()}
+
+
+def _latent_sizes(attention: LatentAttention) -> dict[str, int]:
+    sizes = attention.sizes
+    return {
+        "rank": sizes.rank,
+        "plain_dim": sizes.plain_dim,
+        "turned_dim": sizes.turned_dim,
+        "value_dim": sizes.value_dim,
+        "query_rank": sizes.query_rank,
+        "heads.format": int(cast(PackedProducts, attention.keys).format),
+    }
+
+
 def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
-    attention, mlp = layer.attention, cast(SwiGLU, layer.mlp)
-    products = {"gated": mlp.gated, "down": mlp.down}
+    """Return the products of a layer by name, without those of experts."""
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(mlp, SwiGLU):
+        products = {"gated": mlp.gated, "down": mlp.down}
+    else:
+        products = {"router": mlp.router}
+        if mlp.shared is not None:
+            products |= {"shared.gated": mlp.shared.gated, "shared.down": mlp.shared.down}
     if isinstance(attention, DeltaNet):
         products |= {"qkv": attention.rows, "numbers": attention.numbers, "output": attention.output}
+    elif isinstance(attention, LatentAttention):
+        queries = attention.queries
+        products |= {"row": attention.row, "output": attention.output}
+        if isinstance(queries, LowRankQueries):
+            products |= {"qkv": queries.down, "query_up": queries.up}
+        else:
+            products["qkv"] = cast(DirectQueries, queries).linear
     else:
         assert isinstance(attention, SelfAttention | GatedAttention)
         products |= {"qkv": attention.qkv, "output": attention.output}
@@ -266,11 +357,23 @@ def named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
         tensors["factor"] = torch.tensor([layer.factor])
         if layer.own_input is not None:
             norms["token_norm"] = layer.own_input.norm
+    for number, (gated, down) in enumerate(_experts_of(layer)):
+        tensors |= named_parts(f"expert.{number}.gated", gated) | named_parts(f"expert.{number}.down", down)
+    if isinstance(layer.mlp, MixtureOfExperts):
+        bias = cast(NativeChoice, layer.mlp.route).bias
+        tensors |= {} if bias is None else {"choice_bias": bias}
+    if isinstance(layer.attention, LatentAttention):
+        norms["latent_norm"] = layer.attention.norm
+        if isinstance(layer.attention.queries, LowRankQueries):
+            norms["query_norm"] = layer.attention.queries.norm
     tensors |= {name: norm.weight for name, norm in norms.items() if not isinstance(norm, NoNorm)}
     if isinstance(layer.attention, DeltaNet):
         weights = layer.attention.weights
         rule = {"conv": weights.conv, "decay": weights.decay, "decay_bias": weights.bias, "state_norm": weights.norm}
         return tensors | rule
+    if isinstance(layer.attention, LatentAttention):
+        keys, values = (cast(PackedProducts, one).packed for one in (layer.attention.keys, layer.attention.values))
+        return tensors | {"head_keys": keys, "head_values": values}
     own = cast(SelfAttention, layer.attention).layer
     others = {"q_norm": own.q_norm, "k_norm": own.k_norm, "sinks": own.sinks}
     return tensors | {name: weight for name, weight in others.items() if weight is not None}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from penstock.generation.layers.decoder_layer import DecoderLayer, NoNorm, SelfAttention
+from penstock.generation.layers.decoder_layer import DecoderLayer, NoNorm, SelfAttention, SwiGLU
 from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.models.fused import can_fuse, named_parts, named_tensors, own_sizes
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.model_config import ModelConfig
-    from penstock.generation.layers.decoder_layer import RMSNorm, SwiGLU
+    from penstock.generation.layers.decoder_layer import RMSNorm
     from penstock.generation.layers.linear.base import Linear
     from penstock.generation.layers.rope import RotaryEmbedding
     from penstock.generation.models.fused import FusedLayers
@@ -141,7 +141,9 @@ def fused_head(
 ) -> FusedHead | None:
     """Return the fused layer of a head; None: some part is not native."""
     # Its kernels round norms as the layers of most families do, not once.
-    if config.has_gates or not can_fuse(config, [_layer(parts)], parts.norm, parts.head, attention):
+    if config.has_gates or not isinstance(parts.attention, SelfAttention) or not isinstance(parts.mlp, SwiGLU):
+        return None
+    if not can_fuse(config, [_layer(parts)], parts.norm, parts.head, attention):
         return None
     return FusedHead(config, parts, rotary)
 

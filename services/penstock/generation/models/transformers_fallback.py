@@ -90,6 +90,9 @@ class TransformersModel:
     def can_draw(self) -> bool:
         return False
 
+    def draws_in(self, metadata: AttentionMetadata) -> bool:
+        return False
+
     @property
     def head_site(self) -> int:
         return 0

@@ -72,6 +72,9 @@ class LeaderModel:
         """Layers wait for one another."""
         return False
 
+    def draws_in(self, metadata: AttentionMetadata) -> bool:
+        return False
+
     @property
     def head_site(self) -> int:
         return self._own.head_site

@@ -185,8 +185,7 @@ class ModelRunner:
             adapters = self._adapters.of(self._model, output.adapters, inputs.row_starts)
         embeds_TI = embed_step(self._model, output.scheduled, inputs, adapters) if output.has_embeds else None
         taps = None if tapped is None else tapped.layers
-        can_draw = self._model.can_draw and not inputs.metadata.revises_states
-        if can_draw and self._fast_path.takes(draws, num_results, self._sampler):
+        if self._model.draws_in(inputs.metadata) and self._fast_path.takes(draws, num_results, self._sampler):
             hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI, adapters, taps)
             # The call of a steady decode looks up the ids itself.
             looks_up = adapters is None or not adapters.changes_embedding

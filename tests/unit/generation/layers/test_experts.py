@@ -61,8 +61,8 @@ def test_one_call_is_one_product_an_expert(format: Format, dtype: torch.dtype, a
     experts = mixture(format, dtype, activation)
     for count in (1, 2, 30):
         x = rows(count, dtype)
-        chosen, shares = experts.route(experts._router.as_float(x))
-        assert_close(experts._multiply(x, chosen, shares), OneByOne(experts._experts)(x, chosen, shares), 1e-5)
+        chosen, shares = experts.route(experts.router.as_float(x))
+        assert_close(experts._multiply(x, chosen, shares), OneByOne(experts.experts)(x, chosen, shares), 1e-5)
 
 
 @pytest.mark.parametrize("format", [Format.BF16, Format.INT8, Format.ROTATED_INT8, Format.INT4])
@@ -72,7 +72,7 @@ def test_a_row_is_the_same_alone_in_a_batch_and_on_other_threads(format: Format)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        chosen, shares = experts.route(experts._router.as_float(x))
+        chosen, shares = experts.route(experts.router.as_float(x))
         together = experts._multiply(x, chosen, shares)
         torch.set_num_threads(1)
         alone = [experts._multiply(x[i : i + 1], chosen[i : i + 1], shares[i : i + 1]) for i in range(len(x))]

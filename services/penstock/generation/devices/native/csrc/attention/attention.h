@@ -75,15 +75,17 @@ struct RopeArgs {
 
 // `next`: the task that the thread probably gets after this one; its first keys are fetched
 // meanwhile; may be null. `prefetch`: the memory that it reads after all of its tasks.
-#define PENSTOCK_ATTENTION_KERNELS                                                   \
-  size_t attention_scratch_bytes();                                                  \
-  int most_heads(const AttentionArgs&, int64_t rows);                                \
-  /* Fetches what a task reads first. */                                             \
-  void prepare(const AttentionArgs&, const AttentionTask&);                          \
-  void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, \
-              Prefetch& prefetch, void* scratch);                                    \
-  /* Rotates these key/value heads and the query heads that go with them. */         \
-  void rope(const RopeArgs&, int64_t first, int64_t last, int first_head, int last_head);
+#define PENSTOCK_ATTENTION_KERNELS                                                        \
+  size_t attention_scratch_bytes();                                                       \
+  int most_heads(const AttentionArgs&, int64_t rows);                                     \
+  /* Fetches what a task reads first. */                                                  \
+  void prepare(const AttentionArgs&, const AttentionTask&);                               \
+  void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next,      \
+              Prefetch& prefetch, void* scratch);                                         \
+  /* Rotates these key/value heads and the query heads that go with them. */              \
+  void rope(const RopeArgs&, int64_t first, int64_t last, int first_head, int last_head); \
+  /* Stores `dims` numbers as int8, turned, and returns their scale. */                   \
+  float store_head(const void* x, int8_t* to, int dims, bool is_bf16);
 PENSTOCK_DECLARE(PENSTOCK_ATTENTION_KERNELS)
 #undef PENSTOCK_ATTENTION_KERNELS
 

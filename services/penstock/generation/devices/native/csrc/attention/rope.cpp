@@ -148,5 +148,10 @@ void rope(const RopeArgs& a, int64_t first, int64_t last, int first_head, int la
               : rope_row<float>(a, row, first_head, last_head);
 }
 
+float store_head(const void* x, int8_t* to, int dims, bool is_bf16) {
+  return is_bf16 ? quantise_head((const bf16*)x, to, dims)
+                 : quantise_head((const float*)x, to, dims);
+}
+
 }  // namespace NS
 }  // namespace penstock

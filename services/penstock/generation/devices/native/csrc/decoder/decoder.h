@@ -18,7 +18,8 @@ inline at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
 }
 
 // The parts of a decoder from tensors and sizes by the names that models/fused.py gives them.
-Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& model, int64_t number);
+Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& model,
+               const Factors& factors, int64_t number);
 ModelSizes sizes_of(const Sizes& sizes);
 Factors factors_of(const c10::Dict<std::string, double>& factors);
 
@@ -82,6 +83,15 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   // Heads of the layers that keep a state; none: there are no such layers.
   std::optional<DeltaSizes> delta;
   int64_t most_place = 0;  // of these layers
+  // Heads of the layers with compressed keys and values; none: there are no such layers.
+  std::optional<LatentSizes> latent;
+  // Number of the first layer with experts; none: there are no such layers.
+  std::optional<size_t> mixed;
+
+  // Of a layer, with a share for each thread.
+  int64_t shared_stages() const {
+    return SHARED_STAGES + (latent ? LATENT_STAGES : 0) + (mixed ? MIXTURE_STAGES : 0);
+  }
 
   // Numbers of a token's vector for one layer.
   int64_t token_dim() const { return token_inputs->norm.numel(); }
@@ -170,7 +180,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     TORCH_CHECK(!named.empty() && named.size() == own.size(), "numbers for every layer");
     take(head);
     for (size_t i = 0; i < named.size(); ++i) {
-      const Layer layer = layer_of(named[i], own[i], sizes, i);
+      const Layer layer = layer_of(named[i], own[i], sizes, factors, i);
       TORCH_CHECK(layer.turn >= 0 && layer.window >= 0);
       if (layer.delta) take_delta(*layer.delta);
       num_turns = std::max(num_turns, layer.turn + 1);
@@ -178,14 +188,16 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
           layer.delta || (layer.parts == 1 ? layer.keys < num_keys : layer.keys == num_keys),
           "a layer reads keys that no earlier layer has");
       num_keys += !layer.delta && layer.parts > 1;
-      for (const Linear* one : {&layer.qkv, &layer.output, &layer.gated, &layer.down}) take(*one);
+      for (const Linear* one : {&layer.qkv, &layer.output}) take(*one);
+      if (layer.latent) take_latent(*layer.latent);
+      if (layer.mlp) take_mlp(*layer.mlp);
+      if (layer.mixture) take_mixture(*layer.mixture, i);
       TORCH_CHECK(layer.token_gate.has_value() == token_inputs.has_value(),
                   "tokens have vectors for all layers, or for none");
       if (layer.token_gate)
         for (const Linear* one : {&layer.token_gate->gate, &layer.token_gate->out}) take(*one);
       widest_qkv = std::max(widest_qkv, layer.qkv.width);
       widest_heads = std::max(widest_heads, layer.output.inputs);
-      widest_inner = std::max(widest_inner, layer.down.inputs);
       take_kind(layer);
       layers.push_back(layer);
     }
@@ -210,6 +222,37 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     delta = layer.sizes;
     most_place = std::max(most_place, layer.place);
     take(layer.numbers);
+  }
+
+  void take_latent(const LatentLayer& layer) {
+    TORCH_CHECK(!latent || *latent == layer.sizes,
+                "compressed keys and values have the same sizes");
+    latent = layer.sizes;
+    take(layer.row);
+    if (layer.queries) take(layer.queries->up);
+    layer.check();
+    TORCH_CHECK(!dense || *dense == layer.format, "weights of two dtypes");
+    dense = layer.format;
+    for (const at::Tensor* norm : {&layer.norm, layer.queries ? &layer.queries->norm : &layer.norm})
+      TORCH_CHECK(norm->scalar_type() == final_norm.scalar_type(), "all norms must have one dtype");
+  }
+
+  void take_mlp(const Mlp& mlp) {
+    take(mlp.gated), take(mlp.down);
+    widest_inner = std::max(widest_inner, mlp.down.inputs);
+  }
+
+  void take_mixture(const Mixture& mixture, size_t number) {
+    mixture.check();
+    if (mixture.shared) take_mlp(*mixture.shared);
+    take_format(mixture.experts[0].gated);
+    if (!mixed) mixed = number;
+    const Mixture& like = number == *mixed ? mixture : *layers[*mixed].mixture;
+    TORCH_CHECK(mixture.format == like.format && mixture.inner == like.inner &&
+                    mixture.rule.per_row == like.rule.per_row &&
+                    mixture.experts.size() == like.experts.size() &&
+                    mixture.shared.has_value() == like.shared.has_value(),
+                "mixtures of experts have the same sizes");
   }
 
   void take_kind(const Layer& layer) {
@@ -271,6 +314,15 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   void attend(Step& step, Walk& walk, size_t i, Inputs normed, const AttentionArgs& attention,
               const RopeArgs& rope) const;
   void apply_gates(Step& step, Walk& walk, const Layer& layer) const;
+  void attend_latent(Step& step, Walk& walk, size_t i, Inputs normed,
+                     const AttentionArgs& attention, const RopeArgs& rope) const;
+  Inputs normed_queries(Step& step, Walk& walk, const LatentQueries& queries) const;
+  // What a layer has after the norm of its MLP: `then` comes after it. All threads have met at the
+  // end.
+  void add_mlp(Step& step, Walk& walk, size_t i, const Linear* then) const;
+  void mix(Step& step, Walk& walk, size_t i, Inputs normed, const Linear* then) const;
+  // Rows that a router reads: in float where its weight is.
+  Inputs routed(Step& step, Walk& walk, const Linear& router, Inputs rows) const;
   void take_states(Step& step, Walk& walk, size_t i, Inputs normed, const DeltaArgs& args) const;
 
   // True if one thread would do all of these few rows of `width` elements: then every thread does

@@ -8,6 +8,8 @@
 
 #include "attention/attention_work.h"
 #include "decoder/delta_layer.h"
+#include "decoder/latent_layer.h"
+#include "decoder/mixture.h"
 #include "decoder/rows.h"
 #include "decoder/token_inputs.h"
 #include "linear/adapters.h"
@@ -48,6 +50,9 @@ struct Factors {
   float residual_scale;  // of all that a layer adds to the stream
   // Of tokens' vectors: see TokenInputArgs.
   float token_product, token_row, token_sum;
+  float latent_eps;  // of the norms of compressed keys and values
+  // Of the choice of experts: see ChoiceRule.
+  float choice_least, choice_scale;
 };
 
 // What a layer does with a token's vector: gates of the stream take its numbers, and what comes of
@@ -68,10 +73,16 @@ struct Layer {
   // stream. A family has some of them.
   std::optional<at::Tensor> input_norm, attention_out_norm, post_attention_norm, mlp_out_norm;
   std::optional<at::Tensor> q_norm, k_norm, sinks;
-  Linear qkv, output, gated, down;
+  // The first product of the layer, and that of what its heads read.
+  Linear qkv, output;
+  // One of both.
+  std::optional<Mlp> mlp;
+  std::optional<Mixture> mixture;
   std::optional<TokenGate> token_gate;
   // In place of attention; the layer then has no part of what belongs to it.
   std::optional<DeltaLayer> delta;
+  // Its attention is over compressed keys and values: `qkv` are queries alone, all or narrow.
+  std::optional<LatentLayer> latent;
   int64_t num_kv_heads, head_dim, window, turn;
   // Number, among the layers with keys in the pool, of the one with those that it reads: its own,
   // unless `parts` is 1.
@@ -83,6 +94,10 @@ struct Layer {
   float factor;  // of the stream after it
 
   int64_t heads_width(int64_t num_heads) const { return num_heads * head_dim; }
+  // Of a head of keys.
+  int64_t turned_dim() const { return latent ? latent->sizes.turned_dim : head_dim; }
+  // What comes after the norm of the MLP.
+  const Linear& next_to_output() const { return mlp ? mlp->gated : mixture->router; }
   // Norm of what it adds last to the stream.
   const std::optional<at::Tensor>& last_norm() const {
     return token_gate ? token_gate->norm : mlp_out_norm;
@@ -95,9 +110,12 @@ constexpr int64_t NO_SITE = -1;
 // Stages of a layer: norms, rope, gates of heads and of a token's vector, and the rows that linear
 // layers quantise and that adapters shrink first, where one counter shares them among all threads;
 // and linear layers and attention, which have a share for each thread. A delta rule has two stages
-// in place of rope and gates, and one more linear layer in place of attention.
-constexpr int64_t MOST_STAGES = 3 + 2 + 1 + 2 * (LINEARS + TOKEN_LINEARS + 1);
+// in place of rope and gates, and one more linear layer in place of attention. Compressed keys and
+// values have four more shared stages, of which two are linear layers, and one more of the others
+// in place of rope; a mixture one more linear layer, and five of the others.
+constexpr int64_t LATENT_STAGES = 4, MIXTURE_STAGES = 1;
 constexpr int64_t SHARED_STAGES = LINEARS + TOKEN_LINEARS + 1;
+constexpr int64_t MOST_STAGES = 3 + 2 + 1 + 2 * (LINEARS + TOKEN_LINEARS + 1) + 2 * 3 + 1 + 5;
 // Before the layers, of tokens' vectors; and after them.
 constexpr int64_t FIRST_STAGES = 2, LAST_STAGES = 3;
 constexpr int64_t OTHER_LINEARS = 2;
@@ -220,8 +238,10 @@ struct Step {
   int64_t num_wanted;
   // Of each kind of heads (Decoder::kinds).
   std::vector<HeadTasks> tasks;
-  // None: no layer keeps a state.
+  // None: no layer keeps a state, or has compressed keys and values, or experts.
   std::optional<DeltaStep> delta;
+  std::optional<LatentStep> latent;
+  std::optional<MixtureStep> mixture;
   // The layer after which only wanted rows go on.
   PickedRows picked;
   bool writes_alone;

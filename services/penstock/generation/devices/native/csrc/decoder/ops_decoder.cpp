@@ -38,16 +38,96 @@ static at::Tensor rows_of(const at::Tensor& table, const std::vector<int64_t>& i
   return out;
 }
 
+// A layer's tensors and numbers by name.
+struct NamedParts {
+  const std::string& owner;
+  Named<at::Tensor>& tensors;
+  Named<int64_t>& sizes;
+
+  Format format(const std::string& name) const {
+    const int64_t format = sizes.take(name + ".format");
+    TORCH_CHECK(format >= 0 && format <= int(LAST_FORMAT), owner, " has no such ", name);
+    return Format(format);
+  }
+  // In a quantised checkpoint some matrices may have another format than the rest.
+  Linear linear(const std::string& name, int64_t inputs, int64_t width, Gate gate) const {
+    return Linear(tensors, name, format(name), inputs, width, gate);
+  }
+  Mlp mlp(const std::string& prefix, const ModelSizes& model, int64_t inner) const {
+    return {linear(prefix + "gated", model.hidden, inner, model.gate),
+            linear(prefix + "down", inner, model.hidden, Gate::NONE)};
+  }
+};
+
+static LatentLayer latent_of(const NamedParts& from, const ModelSizes& model, int64_t rank) {
+  const LatentSizes sizes{
+      .heads = model.num_heads,
+      .rank = rank,
+      .plain_dim = from.sizes.take("plain_dim"),
+      .turned_dim = from.sizes.take("turned_dim"),
+      .value_dim = from.sizes.take("value_dim"),
+      .query_rank = from.sizes.take("query_rank"),
+  };
+  std::optional<LatentQueries> queries;
+  if (sizes.query_rank > 0)
+    queries.emplace(LatentQueries{
+        from.tensors.take("query_norm"),
+        from.linear("query_up", sizes.query_rank, sizes.queries(), Gate::NONE),
+    });
+  return {
+      .sizes = sizes,
+      .row = from.linear("row", model.hidden, sizes.row_dim(), Gate::NONE),
+      .queries = queries,
+      .norm = from.tensors.take("latent_norm"),
+      .keys = from.tensors.take("head_keys"),
+      .values = from.tensors.take("head_values"),
+      .format = from.format("heads"),
+  };
+}
+
+static Mixture mixture_of(const NamedParts& from, const ModelSizes& model, const Factors& factors,
+                          int64_t count, int64_t inner) {
+  const ChoiceRule rule{
+      .per_row = from.sizes.take("per_row"),
+      .groups = from.sizes.take("groups"),
+      .groups_of_row = from.sizes.take("groups_of_row"),
+      .ranked_by = from.sizes.take("ranked_by"),
+      .is_sigmoid = from.sizes.take("is_sigmoid") != 0,
+      .sums_to_one = from.sizes.take("sums_to_one") != 0,
+      .least = factors.choice_least,
+      .scale = factors.choice_scale,
+  };
+  const Format format = from.format("experts");
+  std::vector<Mlp> experts;
+  for (int64_t e = 0; e < count; ++e) {
+    const std::string prefix = "expert." + std::to_string(e) + ".";
+    experts.push_back({
+        Linear(from.tensors, prefix + "gated", format, model.hidden, inner, model.gate),
+        Linear(from.tensors, prefix + "down", format, inner, model.hidden, Gate::NONE),
+    });
+  }
+  std::optional<Mlp> shared;
+  if (const auto width = from.sizes.find("shared_inner"))
+    shared.emplace(from.mlp("shared.", model, *width));
+  return {
+      .rule = rule,
+      .bias = from.tensors.find("choice_bias"),
+      .router = from.linear("router", model.hidden, count, Gate::NONE),
+      .experts = experts,
+      .format = format,
+      .inner = inner,
+      .shared = shared,
+  };
+}
+
 Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& model,
-               int64_t number) {
+               const Factors& factors, int64_t number) {
   const std::string owner = "layer " + std::to_string(number) + " of the decoder";
   Named<at::Tensor> from(owner, tensors);
   Named<int64_t> own(owner, sizes);
-  // In a quantised checkpoint some matrices may have another format than the rest.
+  const NamedParts parts_of{owner, from, own};
   const auto linear = [&](const char* name, int64_t inputs, int64_t width, Gate gate) {
-    const int64_t format = own.take(std::string(name) + ".format");
-    TORCH_CHECK(format >= 0 && format <= int(LAST_FORMAT), owner, " has no such ", name);
-    return Linear(from, name, Format(format), inputs, width, gate);
+    return parts_of.linear(name, inputs, width, gate);
   };
   const int64_t kv_heads = own.find("num_kv_heads").value_or(model.num_kv_heads),
                 head_dim = own.find("head_dim").value_or(model.head_dim),
@@ -84,10 +164,22 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
         .norm = from.take("state_norm"),
     });
   }
+  std::optional<LatentLayer> latent;
+  if (const auto rank = own.find("rank")) latent.emplace(latent_of(parts_of, model, *rank));
+  std::optional<Mlp> mlp;
+  std::optional<Mixture> mixture;
+  if (const auto experts = own.find("experts"))
+    mixture.emplace(mixture_of(parts_of, model, factors, *experts, inner));
+  else
+    mlp.emplace(parts_of.mlp("", model, inner));
   // Of the results of attention, or of what is in its place.
-  const int64_t heads = delta ? delta->sizes.values() : model.num_heads * head_dim;
+  const int64_t heads = delta    ? delta->sizes.values()
+                        : latent ? latent->sizes.values()
+                                 : model.num_heads * head_dim;
   const int64_t outputs = delta ? delta->sizes.outputs()
-                                : heads * (has_gates ? 2 : 1) + (parts - 1) * kv_heads * head_dim;
+                          : latent
+                              ? latent->sizes.first_outputs()
+                              : heads * (has_gates ? 2 : 1) + (parts - 1) * kv_heads * head_dim;
   const std::optional<at::Tensor> factor = from.find("factor");
   const Layer layer{
       .input_norm = from.find("input_norm"),
@@ -99,10 +191,11 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
       .sinks = from.find("sinks"),
       .qkv = linear("qkv", model.first_inputs(), outputs, Gate::NONE),
       .output = linear("output", heads, model.hidden, Gate::NONE),
-      .gated = linear("gated", model.hidden, inner, model.gate),
-      .down = linear("down", inner, model.hidden, Gate::NONE),
+      .mlp = mlp,
+      .mixture = mixture,
       .token_gate = token_gate,
       .delta = delta,
+      .latent = latent,
       .num_kv_heads = kv_heads,
       .head_dim = head_dim,
       .window = delta ? 0 : own.take("window"),
@@ -161,6 +254,9 @@ Factors factors_of(const c10::Dict<std::string, double>& factors) {
       .token_product = float(from.find("token_product").value_or(1.0)),
       .token_row = float(from.find("token_row").value_or(1.0)),
       .token_sum = float(from.find("token_sum").value_or(1.0)),
+      .latent_eps = float(from.find("latent_eps").value_or(0.0)),
+      .choice_least = float(from.find("choice_least").value_or(0.0)),
+      .choice_scale = float(from.find("choice_scale").value_or(1.0)),
   };
   from.check_all_taken();
   return found;
@@ -176,7 +272,7 @@ void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>
   // (places for layers, 2, blocks, block size, heads, head dim), and the same without the last for
   // the scales of int8: of as many heads as a slot has.
   TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(4) == num_kv_heads &&
-              pool.size(5) == head_dim);
+              pool.size(5) == head_dim && pool.size(1) == (latent ? 1 : 2));
   TORCH_CHECK(places.empty() ? views == 1 && pool.size(0) == num_keys
                              : int64_t(places.size()) >= PLACE * num_keys,
               "the pool is for another number of layers");
@@ -198,7 +294,7 @@ void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>
   }
   TORCH_CHECK(int64_t(cos.size()) >= num_turns && cos.size() == sin.size());
   for (const Layer& layer : layers)
-    TORCH_CHECK(layer.delta || cos[layer.turn].size(-1) == layer.head_dim / 2,
+    TORCH_CHECK(layer.delta || 2 * cos[layer.turn].size(-1) == layer.turned_dim(),
                 "a rotary embedding is of other heads");
   for (size_t i = 0; i < cos.size(); ++i) {
     TORCH_CHECK(cos[i].is_contiguous() && sin[i].is_contiguous() &&
@@ -218,10 +314,13 @@ void Decoder::check(const AdapterBatch& adapters, int64_t rows, bool bf16) const
     adapters.check(site, layer.inputs, layer.panels);
   };
   for (size_t i = 0; i < layers.size(); ++i) {
-    check_site(i * LINEARS + QKV, layers[i].qkv),
-        check_site(i * LINEARS + OUTPUT, layers[i].output);
-    check_site(i * LINEARS + GATED, layers[i].gated),
-        check_site(i * LINEARS + DOWN, layers[i].down);
+    // Others have no adapters: see site_linears of weights/tensor_names.py.
+    const Layer& layer = layers[i];
+    if (!layer.latent && !layer.delta) check_site(i * LINEARS + QKV, layer.qkv);
+    check_site(i * LINEARS + OUTPUT, layer.output);
+    if (!layer.mlp) continue;
+    check_site(i * LINEARS + GATED, layer.mlp->gated);
+    check_site(i * LINEARS + DOWN, layer.mlp->down);
   }
   check_site(layers.size() * LINEARS, head);
 }
@@ -306,7 +405,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .counters = std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + FIRST_STAGES +
                                                     LAST_STAGES),
       .progress =
-          std::vector<Progress>((layers.size() * SHARED_STAGES + OTHER_LINEARS) * most_threads),
+          std::vector<Progress>((layers.size() * shared_stages() + OTHER_LINEARS) * most_threads),
       .buffers = buffers(T, most_threads, pass.hidden.scalar_type(),
                          pass.adapters == nullptr ? 0 : pass.adapters->most_ranks()),
       .hidden = as_float(pass.hidden, pass.joint != nullptr),
@@ -318,6 +417,8 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .num_wanted = R,
       .tasks = std::vector<HeadTasks>(kinds.size()),
       .delta = {},
+      .latent = {},
+      .mixture = {},
       .picked = picked_rows(pass),
       .writes_alone = false,
       .highest = empty({drawing, R, PANEL}, at::kFloat),
@@ -337,6 +438,17 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   if (delta)
     step.delta.emplace(*delta, pass.query_start, pass.sequences, most_threads,
                        pass.hidden.scalar_type());
+  const at::ScalarType type = pass.hidden.scalar_type();
+  if (latent)
+    step.latent.emplace(*latent, T,
+                        is_small(T, std::max<int64_t>(1, latent->query_rank)) ? most_threads : 1,
+                        type, pass.scales.has_value());
+  if (mixed) {
+    const Mixture& like = *layers[*mixed].mixture;
+    const bool in_float = bf16 && like.router.format == Format::F32;
+    const int64_t copies = !in_float ? 0 : is_small(T, hidden) ? most_threads * T : T;
+    step.mixture.emplace(like, T, copies, hidden, most_threads, type);
+  }
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -353,15 +465,19 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
     }
     const int64_t place = pass.place(layer.keys), column = pass.column(layer.keys);
     const bool is_picked = step.is_picked(i);
-    char* keys = (char*)pool.data_ptr() + (2 * place * part + column) * pool.element_size();
-    char* values = keys + part * pool.element_size();
-    float* key_scales = pass.scales ? pass.scales->data_ptr<float>() + 2 * place * scale_part +
+    // Of compressed keys the values are a part.
+    const int64_t kept = layer.latent ? 1 : 2;
+    char* keys = (char*)pool.data_ptr() + (kept * place * part + column) * pool.element_size();
+    char* values = keys + (kept - 1) * part * pool.element_size();
+    float* key_scales = pass.scales ? pass.scales->data_ptr<float>() + kept * place * scale_part +
                                           column / layer.head_dim
                                     : nullptr;
-    float* value_scales = pass.scales ? key_scales + scale_part : nullptr;
+    float* value_scales = pass.scales ? key_scales + (kept - 1) * scale_part : nullptr;
+    const at::Tensor &q = layer.latent ? step.latent->q : b.q,
+                     &out = layer.latent ? step.latent->mean : b.attended;
     attention.push_back({
-        .q = b.q.const_data_ptr(),
-        .out = b.attended.data_ptr(),
+        .q = q.const_data_ptr(),
+        .out = out.data_ptr(),
         .keys = keys,
         .values = values,
         .key_scales = key_scales,
@@ -371,14 +487,14 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .query_start = is_picked ? step.picked.query_start.data() : pass.query_start,
         .context_lens = pass.context_lens,
         .q_stride = layer.heads_width(num_heads),
-        .out_stride = b.attended.stride(0),
+        .out_stride = out.stride(0),
         .slot_stride = pool.stride(3),
         .scale_stride = scale_stride,
         .head_dim = int(layer.head_dim),
         .num_heads = int(num_heads),
         .num_kv_heads = int(layer.num_kv_heads),
         .block_size = int(pool.size(3)),
-        .value_dim = int(layer.head_dim),
+        .value_dim = int(layer.latent ? step.latent->mean_dim() : layer.head_dim),
         .window = layer.window,
         .scale = attention_scale,
         .is_bf16 = bf16,
@@ -424,7 +540,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
     args.query_start = step.picked.query_start.data();
     tasks.picked = attention_tasks(args, pass.sequences, most_threads);
   }
-  step.writes_alone = true;
+  step.writes_alone = !latent;
   // Views of equal windows share alike, so one of each is asked, and for each kind of heads.
   std::vector<std::pair<int64_t, size_t>> asked;
   for (size_t i = 0; i < layers.size() && step.writes_alone && !step.is_picked(i); ++i) {
@@ -753,6 +869,75 @@ void Decoder::attend(Step& step, Walk& walk, size_t i, Inputs normed,
   if (layer.has_gates) apply_gates(step, walk, layer);
 }
 
+void Decoder::attend_latent(Step& step, Walk& walk, size_t i, Inputs normed,
+                            const AttentionArgs& attention, const RopeArgs& rope) const {
+  const Layer& layer = layers[i];
+  const LatentLayer& own = *layer.latent;
+  LatentStep& latents = *step.latent;
+  const int64_t threads = step.barrier.threads();
+  const auto progress = [&] { return &step.progress[walk.shared++ * threads]; };
+  linear(step, walk, layer.qkv, NO_SITE, normed, own.queries ? latents.narrow : latents.queries,
+         &own.row);
+  // The rows of the first product may be quantised in the place of those of the second.
+  if (own.row.format >= Format::INT8) step.barrier.wait(walk.prefetch);
+  linear(step, walk, own.row, NO_SITE, normed, latents.row,
+         own.queries ? &own.queries->up : &layer.output);
+  step.barrier.wait(walk.prefetch);
+  if (own.queries) {
+    linear(step, walk, own.queries->up, NO_SITE, normed_queries(step, walk, *own.queries),
+           latents.queries, &layer.output);
+    step.barrier.wait(walk.prefetch);
+  }
+  // The products read other dims of the queries than those that turn.
+  const int64_t each = grain(own.sizes.queries()), parts = (walk.rows + each - 1) / each;
+  auto& next = step.counters[walk.stage++];
+  for (int64_t part; (part = next.fetch_add(1)) < parts;)
+    latents.finish(own, rope, latent_eps, part * each, std::min(walk.rows, (part + 1) * each));
+  multiply_heads(latents.keys(own), walk.rows, progress(), walk.thread, threads);
+  const bool picks = step.wanted != nullptr && i == step.picked.layer;
+  const HeadTasks& of_heads = step.tasks[kind_of[i]];
+  const std::vector<AttentionTask>& tasks = picks ? of_heads.picking : of_heads.all;
+  if (walk.thread < int64_t(tasks.size())) KERNEL(prepare)(attention, tasks[walk.thread]);
+  step.barrier.wait(walk.prefetch);
+  attend_share(attention, nullptr, tasks, progress(), walk.prefetch, walk.thread, threads);
+  step.barrier.wait(walk.prefetch);
+  multiply_heads(latents.values(own, step.buffers.attended), walk.rows, progress(), walk.thread,
+                 threads);
+  step.barrier.wait(walk.prefetch);
+}
+
+Inputs Decoder::normed_queries(Step& step, Walk& walk, const LatentQueries& queries) const {
+  LatentStep& latents = *step.latent;
+  const int64_t width = latents.narrow.size(1), stride = latents.normed.stride(0);
+  const bool small = is_small(step.rows, width);
+  char* out = (char*)latents.normed.data_ptr() +
+              (small ? walk.thread * step.rows * stride * latents.normed.itemsize() : 0);
+  const auto work = [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t size = latents.narrow.itemsize();
+      char* to = out + row * stride * size;
+      // The norm of a row in place.
+      std::memcpy(to, (const char*)latents.narrow.const_data_ptr() + row * width * size,
+                  width * size);
+      KERNEL(add_norm)({.hidden = to,
+                        .x = nullptr,
+                        .weight = queries.norm.const_data_ptr(),
+                        .out = to,
+                        .width = width,
+                        .out_stride = stride,
+                        .eps = latent_eps,
+                        .is_bf16 = step.is_bf16,
+                        .rounds_once = step.rounds_once},
+                       0, 1);
+    }
+  };
+  if (small)
+    by_row(walk, [&](int64_t row) { work(row, row + 1); });
+  else
+    over_rows(step, walk, width, work);
+  return {out, stride};
+}
+
 void Decoder::apply_gates(Step& step, Walk& walk, const Layer& layer) const {
   Buffers& b = step.buffers;
   const GateArgs args{
@@ -797,6 +982,8 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   if (step.taps) tap(step, walk, i, {residual_of(step, walk), hidden});
   if (layer.delta)
     take_states(step, walk, i, first, states);
+  else if (layer.latent)
+    attend_latent(step, walk, i, first, attention, rope);
   else
     attend(step, walk, i, first, attention, rope);
   if (step.wanted != nullptr && i == step.picked.layer) {
@@ -804,19 +991,95 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
     if (walk.rows == 0) return;
     step.barrier.wait(walk.prefetch);
   }
-  linear(step, walk, layer.output, site + OUTPUT, inputs_of(b.attended), b.added, &layer.gated);
-  step.barrier.wait(walk.prefetch);
-  linear(step, walk, layer.gated, site + GATED,
-         norm(step, walk, layer.post_attention_norm, true, layer.attention_out_norm), b.inner,
-         &layer.down);
+  linear(step, walk, layer.output, site + OUTPUT, inputs_of(b.attended), b.added,
+         &layer.next_to_output());
   step.barrier.wait(walk.prefetch);
   const Linear* next = i + 1 < layers.size()                               ? &layers[i + 1].qkv
                        : step.highest.numel() > 0 || step.joint != nullptr ? &head
                                                                            : nullptr;
-  linear(step, walk, layer.down, site + DOWN, inputs_of(b.inner), b.added,
-         layer.token_gate ? &layer.token_gate->gate : next);
-  step.barrier.wait(walk.prefetch);
+  add_mlp(step, walk, i, layer.token_gate ? &layer.token_gate->gate : next);
   if (layer.token_gate) add_token(step, walk, i, next);
+}
+
+void Decoder::add_mlp(Step& step, Walk& walk, size_t i, const Linear* then) const {
+  const Layer& layer = layers[i];
+  const int64_t site = i * LINEARS;
+  Buffers& b = step.buffers;
+  const Inputs normed = norm(step, walk, layer.post_attention_norm, true, layer.attention_out_norm);
+  if (layer.mixture) {
+    mix(step, walk, i, normed, then);
+    return;
+  }
+  linear(step, walk, layer.mlp->gated, site + GATED, normed, b.inner, &layer.mlp->down);
+  step.barrier.wait(walk.prefetch);
+  linear(step, walk, layer.mlp->down, site + DOWN, inputs_of(b.inner), b.added, then);
+  step.barrier.wait(walk.prefetch);
+}
+
+Inputs Decoder::routed(Step& step, Walk& walk, const Linear& router, Inputs rows) const {
+  if (!step.is_bf16 || router.format == Format::BF16) return rows;
+  const at::Tensor& floats = step.mixture->floats;
+  const bool small = is_small(step.rows, hidden);
+  float* own = floats.data_ptr<float>() + (small ? walk.thread * step.rows * hidden : 0);
+  const auto copy = [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row)
+      std::copy_n((const at::BFloat16*)rows.rows + row * rows.stride, hidden, own + row * hidden);
+  };
+  if (small)
+    by_row(walk, [&](int64_t row) { copy(row, row + 1); });
+  else
+    over_rows(step, walk, hidden, copy);
+  return {own, hidden};
+}
+
+void Decoder::mix(Step& step, Walk& walk, size_t i, Inputs normed, const Linear* then) const {
+  const Mixture& own = *layers[i].mixture;
+  MixtureStep& mixture = *step.mixture;
+  Buffers& b = step.buffers;
+  const int64_t rows = walk.rows, threads = step.barrier.threads();
+  const auto in_parts = [&](int64_t count, int64_t each, auto work) {
+    auto& next = step.counters[walk.stage++];
+    for (int64_t first; (first = next.fetch_add(1) * each) < count;)
+      work(first, std::min(count, first + each));
+  };
+  const auto over_places = [&](int64_t count, auto work) {
+    if (count == 0) {
+      ++walk.stage;
+      return;
+    }
+    in_parts(count, 1, [&](int64_t place, int64_t) { work(place); });
+    step.barrier.wait(walk.prefetch);
+  };
+  linear(step, walk, own.router, NO_SITE, routed(step, walk, own.router, normed), mixture.scores,
+         own.shared ? &own.shared->gated : nullptr);
+  step.barrier.wait(walk.prefetch);
+  // One thread plans the products while the others begin those of the shared MLP.
+  const bool few = rows <= CHOICES_AT_ONCE;
+  in_parts(rows, CHOICES_AT_ONCE, [&](int64_t first, int64_t last) {
+    mixture.choose(own, first, last);
+    if (few) mixture.plan(own, normed.rows, normed.stride, rows);
+  });
+  if (!few) {
+    step.barrier.wait(walk.prefetch);
+    in_parts(1, 1, [&](int64_t, int64_t) { mixture.plan(own, normed.rows, normed.stride, rows); });
+  }
+  if (own.shared)
+    linear(step, walk, own.shared->gated, NO_SITE, normed, b.inner, &own.shared->down);
+  step.barrier.wait(walk.prefetch);
+  if (own.shared)
+    linear(step, walk, own.shared->down, NO_SITE, inputs_of(b.inner), mixture.shared, nullptr);
+  over_places(mixture.first_fills(),
+              [&](int64_t place) { mixture.fill_first(place, normed.rows, normed.stride); });
+  mixture.multiply_first(walk.thread);
+  step.barrier.wait(walk.prefetch);
+  over_places(mixture.second_fills(rows), [&](int64_t place) { mixture.fill_second(place); });
+  mixture.multiply_second(walk.thread);
+  step.barrier.wait(walk.prefetch);
+  const int64_t first = hidden * walk.thread / threads, last = hidden * (walk.thread + 1) / threads;
+  for (int64_t row = 0; row < rows; ++row)
+    mixture.sum(row, first, last, b.added.data_ptr<float>() + row * hidden);
+  if (then != nullptr) walk.prefetch = beginning(*then, rows, walk.thread, threads, PREFETCH_BYTES);
+  step.barrier.wait(walk.prefetch);
 }
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {

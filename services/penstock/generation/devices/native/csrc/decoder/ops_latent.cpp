@@ -3,21 +3,12 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include "decoder/latent_rows.h"
 #include "decoder/rows.h"
 #include "util/dispatch.h"
 
 namespace penstock {
 namespace {
-
-// Turns dim i with dim i + half; of bfloat16 every result is rounded, as torch does.
-template <typename T>
-void turn(T* x, const T* cos, const T* sin, int64_t half) {
-  for (int64_t i = 0; i < half; ++i) {
-    const T first = x[i], second = x[i + half];
-    x[i] = first * cos[i] - second * sin[i];
-    x[i + half] = second * cos[i] + first * sin[i];
-  }
-}
 
 template <typename T>
 void turn_rows(at::Tensor& q, at::Tensor& row, const at::Tensor& cos, const at::Tensor& sin,

@@ -3,7 +3,9 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "linear/many_products.h"
+#include <vector>
+
+#include "linear/head_work.h"
 #include "linear/packed_rows.h"
 
 namespace penstock {
@@ -31,31 +33,37 @@ void head_products(const at::Tensor& x, const at::Tensor& weights, at::Tensor& o
               "the weights have the wrong size");
   if (rows == 0) return;
   const int64_t threads = at::get_num_threads(), size = x.element_size();
-  ManyProducts products(threads);
-  for (int64_t head = 0; head < heads; ++head)
-    products.add(
-        {
-            .format = format,
-            .x = (const char*)x.const_data_ptr() + head * x.stride(1) * size,
-            .x_stride = x.stride(0) / granule,
-            .weight = (const char*)weights.const_data_ptr() + head * bytes,
-            .granules = granules,
-            .bias = nullptr,
-            .row_scale = nullptr,
-            .column_scale = nullptr,
-            .scale_is_bytes = false,
-            .column_sum = nullptr,
-            .column_offset = nullptr,
-            .row_sum = nullptr,
-            .out = (char*)out.data_ptr() + head * out.stride(1) * size,
-            .width = outputs,
-            .out_stride = out.stride(0),
-            .out_bf16 = bf16,
-            .gate = Gate::NONE,
-        },
-        rows, panels);
+  const HeadProducts products{
+      .args =
+          {
+              .format = format,
+              .x = x.const_data_ptr(),
+              .x_stride = x.stride(0) / granule,
+              .weight = (const char*)weights.const_data_ptr(),
+              .granules = granules,
+              .bias = nullptr,
+              .row_scale = nullptr,
+              .column_scale = nullptr,
+              .scale_is_bytes = false,
+              .column_sum = nullptr,
+              .column_offset = nullptr,
+              .row_sum = nullptr,
+              .out = out.data_ptr(),
+              .width = outputs,
+              .out_stride = out.stride(0),
+              .out_bf16 = bf16,
+              .gate = Gate::NONE,
+          },
+      .x_step = x.stride(1) * size,
+      .weight_step = bytes,
+      .out_step = out.stride(1) * size,
+      .heads = heads,
+      .panels = panels,
+  };
+  std::vector<Progress> progress(threads);
   at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-    for (int64_t thread = first; thread < last; ++thread) products.run(thread);
+    for (int64_t thread = first; thread < last; ++thread)
+      multiply_heads(products, rows, progress.data(), thread, threads);
   });
 }
 
