@@ -48,8 +48,9 @@ CASES: list[Any] = [
     ("gemma4_text", {}),
     # Gates, and no layer that keeps a state.
     ("qwen3_5_text", {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
-    # Experts, without a shared one, with sinks and rounded-once norms, and beside compressed keys and values, where
+    # Experts, with a gated shared one, without one, with sinks and rounded-once norms, and beside compressed keys and values, where
     # queries come of one product or of two, and a router reads floats.
+    ("qwen2_moe", {}),
     ("qwen3_moe", {}),
     ("gpt_oss", {}),
     ("deepseek_v2", {}),
@@ -69,7 +70,12 @@ LAST_KEEPS_STATE: dict[str, Any] = {
     "linear_key_head_dim": 20,
     "linear_value_head_dim": 34,
 }
-STATE_CASES: list[Any] = [("qwen3_5_text", {}), ("qwen3_5_text", LAST_KEEPS_STATE)]
+STATE_CASES: list[Any] = [
+    ("qwen3_5_text", {}),
+    ("qwen3_5_text", LAST_KEEPS_STATE),
+    ("qwen3_5_moe_text", {}),
+    pytest.param("qwen3_next", {}, marks=pytest.mark.slow),
+]
 FORMATS = ("none", "int8", "int4")
 # With blocks of 16 keys and heads of whole vectors, decode steps read keys and values where they lie in the pool.
 PAGED_HEADS: dict[str, Any] = {"head_dim": 32}

@@ -216,15 +216,13 @@ _KINDS = (SelfAttention, GatedAttention, DeltaNet, LatentAttention)
 
 
 def _is_native_mixture(mlp: SwiGLU | MixtureOfExperts) -> bool:
-    """True where csrc/decoder has every part: the sigmoid of a shared expert's gate is torch's."""
-    return (
-        isinstance(mlp, MixtureOfExperts)
-        and mlp.are_grouped
-        and isinstance(mlp.route, NativeChoice)
-        and isinstance(mlp.router, NativeLinear)
-        and mlp.router.format in (Format.F32, Format.BF16)
-        and (mlp.shared is None or mlp.shared.gate is None)
-    )
+    """True where csrc/decoder has every part."""
+    if not isinstance(mlp, MixtureOfExperts) or not mlp.are_grouped or not isinstance(mlp.route, NativeChoice):
+        return False
+    scored = [mlp.router]
+    if mlp.shared is not None and mlp.shared.gate is not None:
+        scored.append(mlp.shared.gate)
+    return all(isinstance(one, NativeLinear) and one.format in (Format.F32, Format.BF16) for one in scored)
 
 
 def _has_packed_heads(layer: DecoderLayer) -> bool:
@@ -302,7 +300,9 @@ def _mlp_sizes(mlp: SwiGLU | MixtureOfExperts) -> dict[str, int]:
     down = cast(NativeLinear, mlp.experts[0][1])
     sizes = {"inner": down.in_features, "experts": len(mlp.experts), "experts.format": int(down.format)}
     if mlp.shared is not None:
-        sizes["shared_inner"] = mlp.shared.down.in_features
+        sizes["shared_inner"] = cast(NativeLinear, mlp.shared.down).in_features
+        if mlp.shared.gate is not None:
+            sizes["shared_is_gated"] = 1
     return sizes | {name: int(number) for name, number in cast(NativeChoice, mlp.route).numbers.items()}
 
 
@@ -327,6 +327,8 @@ def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
         products = {"router": mlp.router}
         if mlp.shared is not None:
             products |= {"shared.gated": mlp.shared.gated, "shared.down": mlp.shared.down}
+            if mlp.shared.gate is not None:
+                products["shared.gate"] = mlp.shared.gate
     if isinstance(attention, DeltaNet):
         products |= {"qkv": attention.rows, "numbers": attention.numbers, "output": attention.output}
     elif isinstance(attention, LatentAttention):

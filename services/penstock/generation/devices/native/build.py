@@ -52,7 +52,7 @@ _FLAGS = (
 # Contract only where the source asks for it: some sums are written in two ways that must give the same bits.
 # (In these files a unit of 32 bits is a float in one place and an integer in another.)
 _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
-_EXACT_SOURCES = ("attention", "delta", "gguf_products", "index_scores", "pack", "pack_gguf")
+_EXACT_SOURCES = ("attention", "delta", "expert_sums", "gguf_products", "index_scores", "pack", "pack_gguf")
 # Flag of a build without the wider instruction set.
 _NARROW_ONLY = "-DPENSTOCK_NARROW_ONLY"
 # Flags of a build for tests only: the first wrong access or undefined operation ends the process. The build is

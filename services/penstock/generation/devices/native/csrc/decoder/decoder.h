@@ -251,7 +251,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     TORCH_CHECK(mixture.format == like.format && mixture.inner == like.inner &&
                     mixture.rule.per_row == like.rule.per_row &&
                     mixture.experts.size() == like.experts.size() &&
-                    mixture.shared.has_value() == like.shared.has_value(),
+                    mixture.shared.has_value() == like.shared.has_value() &&
+                    mixture.gate.has_value() == like.gate.has_value(),
                 "mixtures of experts have the same sizes");
   }
 

@@ -113,7 +113,7 @@ constexpr int64_t NO_SITE = -1;
 // in place of rope and gates, and one more linear layer in place of attention. Compressed keys and
 // values have four more shared stages, of which two are linear layers, and one more of the others
 // in place of rope; a mixture one more linear layer, and five of the others.
-constexpr int64_t LATENT_STAGES = 4, MIXTURE_STAGES = 1;
+constexpr int64_t LATENT_STAGES = 4, MIXTURE_STAGES = 2;
 constexpr int64_t SHARED_STAGES = LINEARS + TOKEN_LINEARS + 1;
 constexpr int64_t MOST_STAGES = 3 + 2 + 1 + 2 * (LINEARS + TOKEN_LINEARS + 1) + 2 * 3 + 1 + 5;
 // Before the layers, of tokens' vectors; and after them.

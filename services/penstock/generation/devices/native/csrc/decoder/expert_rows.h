@@ -1,5 +1,4 @@
-// The rows of a mixture of experts: what the products of its experts read, and the sum of their
-// results.
+// The rows that the products of a mixture of experts read.
 #pragma once
 #include <cstring>
 
@@ -88,20 +87,5 @@ class ExpertInputs {
   bool is_bf16_;
   at::Tensor rows_, scale_, sum_;
 };
-
-// Fills [first, last) of the `width` numbers of `out` with the sum of a row's experts times its
-// shares in them, in their order. `places`: of each expert's product among `products`. `added`: one
-// more, or null.
-inline void sum_experts(const float* products, const int64_t* places, const float* shares,
-                        int64_t experts, const float* added, int64_t width, int64_t first,
-                        int64_t last, float* out) {
-  std::memset(out + first, 0, sizeof(float) * (last - first));
-  for (int64_t i = 0; i < experts; ++i) {
-    const float* from = products + places[i] * width;
-    for (int64_t d = first; d < last; ++d) out[d] += shares[i] * from[d];
-  }
-  if (added == nullptr) return;
-  for (int64_t d = first; d < last; ++d) out[d] += added[d];
-}
 
 }  // namespace penstock

@@ -1,11 +1,14 @@
 // A decoder's layer with a mixture of experts in place of an MLP, and what a step needs of it.
 #pragma once
+#include <ATen/ops/sigmoid_cpu_dispatch.h>
+
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "decoder/expert_choice.h"
 #include "decoder/expert_rows.h"
+#include "decoder/expert_sums.h"
 #include "linear/many_products.h"
 
 namespace penstock {
@@ -23,8 +26,10 @@ struct Mixture {
   std::vector<Mlp> experts;
   Format format;
   int64_t inner;
-  // An MLP that all rows have beside their experts.
+  // An MLP that all rows have beside their experts; and what makes the score of a row's share in
+  // it, which is 1 otherwise.
   std::optional<Mlp> shared;
+  std::optional<Linear> gate;
 
   void check() const {
     const int64_t count = experts.size();
@@ -37,7 +42,9 @@ struct Mixture {
     TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == count &&
                           bias->scalar_type() == at::kFloat),
                 "a bias is of each expert, in float");
-    TORCH_CHECK(router.format < Format::INT8, "routers are not quantised");
+    TORCH_CHECK(router.format < Format::INT8 && (!gate || gate->format < Format::INT8),
+                "routers and gates are not quantised");
+    TORCH_CHECK(shared || !gate, "a gate is of a shared MLP");
   }
 };
 
@@ -50,6 +57,7 @@ class MixtureStep {
       : floats(at::detail::empty_cpu({copies, hidden}, at::kFloat)),
         scores(at::detail::empty_cpu({rows, int64_t(like.experts.size())}, at::kFloat)),
         shared(at::detail::empty_cpu({like.shared ? rows : 0, hidden}, at::kFloat)),
+        gates(at::detail::empty_cpu({like.gate ? whole_vectors(rows) : 0, 1}, at::kFloat)),
         each_(like.rule.per_row),
         hidden_(hidden),
         threads_(threads),
@@ -65,9 +73,9 @@ class MixtureStep {
             at::detail::empty_cpu({middle_.takes_outputs() ? 0 : rows * each_, like.inner}, type)),
         products_(at::detail::empty_cpu({rows * each_, hidden}, at::kFloat)) {}
 
-  // Copies of rows, which a router in float reads; its scores (rows, experts); and results of the
-  // shared MLP, (rows, hidden).
-  at::Tensor floats, scores, shared;
+  // Copies of rows, which a router in float reads; its scores (rows, experts); results of the
+  // shared MLP, (rows, hidden); and the scores of its gate, then the shares in it, (any, 1).
+  at::Tensor floats, scores, shared, gates;
 
   // Chooses the experts of rows [first, last) by `scores`.
   void choose(const Mixture& of, int64_t first, int64_t last) {
@@ -89,6 +97,7 @@ class MixtureStep {
       places_[i] = next_[chosen_[i]]++;
       row_[places_[i]] = i / each_;
     }
+    if (of.gate) at::cpu::sigmoid_(gates);
     fills_.clear();
     first_.emplace(threads_), second_.emplace(threads_);
     for (int64_t e = 0; e < experts; ++e) {
@@ -128,13 +137,23 @@ class MixtureStep {
 
   // Columns [first, last) of a row's sum.
   void sum(int64_t row, int64_t first, int64_t last, float* out) const {
-    sum_experts(products_.const_data_ptr<float>(), &places_[row * each_], &shares_[row * each_],
-                each_,
-                shared.size(0) > 0 ? shared.const_data_ptr<float>() + row * hidden_ : nullptr,
-                hidden_, first, last, out);
+    KERNEL(sum_experts)
+    ({.products = products_.const_data_ptr<float>(),
+      .places = &places_[row * each_],
+      .shares = &shares_[row * each_],
+      .experts = each_,
+      .width = hidden_,
+      .added = shared.size(0) > 0 ? shared.const_data_ptr<float>() + row * hidden_ : nullptr,
+      .added_share = gates.size(0) > 0 ? gates.const_data_ptr<float>()[row] : 1.0f,
+      .out = out},
+     first, last);
   }
 
  private:
+  // As layers/experts.py pads scores: torch has another way for numbers after the last whole
+  // vector.
+  static int64_t whole_vectors(int64_t rows) { return (rows + 31) / 32 * 32; }
+
   int64_t each_, hidden_, threads_, size_;
   bool is_bf16_;
   // By choice, row by row: its expert, and the place of its product; by place: its row.

@@ -107,8 +107,12 @@ static Mixture mixture_of(const NamedParts& from, const ModelSizes& model, const
     });
   }
   std::optional<Mlp> shared;
-  if (const auto width = from.sizes.find("shared_inner"))
+  std::optional<Linear> gate;
+  if (const auto width = from.sizes.find("shared_inner")) {
     shared.emplace(from.mlp("shared.", model, *width));
+    if (from.sizes.find("shared_is_gated"))
+      gate.emplace(from.linear("shared.gate", model.hidden, 1, Gate::NONE));
+  }
   return {
       .rule = rule,
       .bias = from.tensors.find("choice_bias"),
@@ -117,6 +121,7 @@ static Mixture mixture_of(const NamedParts& from, const ModelSizes& model, const
       .format = format,
       .inner = inner,
       .shared = shared,
+      .gate = gate,
   };
 }
 
@@ -1052,6 +1057,7 @@ void Decoder::mix(Step& step, Walk& walk, size_t i, Inputs normed, const Linear*
   };
   linear(step, walk, own.router, NO_SITE, routed(step, walk, own.router, normed), mixture.scores,
          own.shared ? &own.shared->gated : nullptr);
+  if (own.gate) linear(step, walk, *own.gate, NO_SITE, normed, mixture.gates, &own.shared->gated);
   step.barrier.wait(walk.prefetch);
   // One thread plans the products while the others begin those of the shared MLP.
   const bool few = rows <= CHOICES_AT_ONCE;

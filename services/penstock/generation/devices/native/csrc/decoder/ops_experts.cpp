@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "decoder/expert_rows.h"
+#include "decoder/expert_sums.h"
 #include "linear/many_products.h"
 #include "util/barrier.h"
 
@@ -97,9 +98,16 @@ struct Experts : torch::CustomClassHolder {
       second.run(thread);
       barrier.wait(nothing);
       own_rows(T, [&](int64_t i) {
-        sum_experts(products.const_data_ptr<float>(), &place[i * each],
-                    shares.const_data_ptr<float>() + i * each, each, nullptr, hidden, 0, hidden,
-                    out.data_ptr<float>() + i * hidden);
+        KERNEL(sum_experts)
+        ({.products = products.const_data_ptr<float>(),
+          .places = &place[i * each],
+          .shares = shares.const_data_ptr<float>() + i * each,
+          .experts = each,
+          .width = hidden,
+          .added = nullptr,
+          .added_share = 0,
+          .out = out.data_ptr<float>() + i * hidden},
+         0, hidden);
       });
     }
     return out;
