@@ -42,7 +42,7 @@ def make_runner(model: CausalLM, num_blocks: int, block_size: int) -> ModelRunne
     """Make a runner on a pool that shows reads of unwritten places."""
     config = model.config
     geometry = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    kv = KVCachePool(*geometry, model.dtype, model.device)
+    kv = KVCachePool(*geometry, model.dtype, model.device, has_values=config.has_values)
     for layer in range(config.num_layers):
         kv.key(layer).fill_(float("nan"))
         kv.value(layer).fill_(float("nan"))

@@ -48,8 +48,8 @@ CASES: list[Any] = [
     ("gemma4_text", {}),
     # Gates, and no layer that keeps a state.
     ("qwen3_5_text", {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
-    # Experts, with a gated shared one, without one, with sinks and rounded-once norms, and beside compressed keys and values, where
-    # queries come of one product or of two, and a router reads floats.
+    # Experts, with a gated shared one, without one, with sinks and rounded-once norms, and beside compressed keys and
+    # values, where queries come of one product or of two, and a router reads floats.
     ("qwen2_moe", {}),
     ("qwen3_moe", {}),
     ("gpt_oss", {}),

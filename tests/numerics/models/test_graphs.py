@@ -49,9 +49,13 @@ def step_logits(model: CausalLM, ids: list[int], kv_dtype: torch.dtype | None) -
     return torch.stack(sequence.logits)
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor, kv_dtype: torch.dtype | None) -> None:
-    """Bit for bit on the kernels, whose rows do not know of each other; nearly with torch's operators."""
-    if KERNELS == "native":
+def assert_same(
+    found: torch.Tensor, expected: torch.Tensor, kv_dtype: torch.dtype | None, *, is_stored_again: bool = False
+) -> None:
+    """Bit for bit on the kernels, whose rows do not know of each other; nearly with torch's operators.
+    `is_stored_again`: a history was turned back and rounded to int8 once more, which may change the last bit of a
+    scale."""
+    if KERNELS == "native" and (kv_dtype is None or not is_stored_again):
         assert torch.equal(found, expected)
     else:
         # A rounding of int8 may fall the other way.
@@ -81,7 +85,7 @@ def test_a_prompt_at_once_and_in_chunks_behind_a_history(model: CausalLM, kv_dty
                 )
             rows.append(model.compute_logits(model.normed(hidden[0])))
             first = last
-        assert_same(torch.cat(rows), expected, kv_dtype)
+        assert_same(torch.cat(rows), expected, kv_dtype, is_stored_again=True)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])

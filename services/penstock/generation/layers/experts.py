@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,18 @@ from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import Experts
-    from penstock.generation.layers.decoder_layer import Step
     from penstock.generation.layers.linear.base import Linear
 
 # A multiple of the floats that torch takes at a time: two of AVX-512's vectors.
 _WHOLE_VECTORS = 32
+
+
+class HasStream(Protocol):
+    """What experts need to know of a step."""
+
+    @property
+    def stream(self) -> torch.dtype:
+        """Dtype of the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class MixtureOfExperts:
         """True where one call of the C++ kernels has the products of all experts."""
         return not isinstance(self._multiply, OneByOne)
 
-    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
+    def __call__(self, x_TI: Tensor, step: HasStream) -> Tensor:
         """Map (T, hidden) to (T, hidden), in the dtype of the stream. No adapter changes an expert."""
         rows_TI = x_TI.float() if self._reads_float32 else x_TI
         experts_TE, shares_TE = self.route(self.router.as_float(rows_TI))

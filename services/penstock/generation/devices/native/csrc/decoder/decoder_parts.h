@@ -111,11 +111,11 @@ constexpr int64_t NO_SITE = -1;
 // layers quantise and that adapters shrink first, where one counter shares them among all threads;
 // and linear layers and attention, which have a share for each thread. A delta rule has two stages
 // in place of rope and gates, and one more linear layer in place of attention. Compressed keys and
-// values have four more shared stages, of which two are linear layers, and one more of the others
-// in place of rope; a mixture one more linear layer, and five of the others.
+// values have four more shared stages, two of them linear layers, and one more of the others in
+// place of rope; a mixture two more linear layers, and five of the others.
 constexpr int64_t LATENT_STAGES = 4, MIXTURE_STAGES = 2;
 constexpr int64_t SHARED_STAGES = LINEARS + TOKEN_LINEARS + 1;
-constexpr int64_t MOST_STAGES = 3 + 2 + 1 + 2 * (LINEARS + TOKEN_LINEARS + 1) + 2 * 3 + 1 + 5;
+constexpr int64_t MOST_STAGES = 3 + 2 + 1 + 2 * (LINEARS + TOKEN_LINEARS + 1) + 2 * 4 + 1 + 5;
 // Before the layers, of tokens' vectors; and after them.
 constexpr int64_t FIRST_STAGES = 2, LAST_STAGES = 3;
 constexpr int64_t OTHER_LINEARS = 2;
