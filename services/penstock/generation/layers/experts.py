@@ -26,7 +26,7 @@ _WHOLE_VECTORS = 32
 
 
 class HasStream(Protocol):
-    """What experts need to know of a step."""
+    """Facts of a step that experts need."""
 
     @property
     def stream(self) -> torch.dtype:
