@@ -17,6 +17,8 @@ TESTS = (
     "tests/unit/generation/layers/test_latent_rows.py",
     "tests/unit/generation/weights/test_packed_layout.py",
     "tests/numerics/models/test_fused_layers.py",
+    "tests/numerics/models/test_fused_head.py",
+    "tests/numerics/models/test_fused_taps.py",
     "tests/numerics/models/test_adapter_kernels.py",
     "tests/numerics/engine/test_steady_decode.py",
     "tests/numerics/engine/test_wanted_rows.py",

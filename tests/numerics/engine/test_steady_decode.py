@@ -35,9 +35,12 @@ BLOCK_SIZE, BLOCKS_EACH, MOST_SEQUENCES = 4, 24, 5
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
+    "experts": {"family": "qwen3_moe"},
+    "latents": {"family": "deepseek_v3"},
 }
 KINDS = [("tied", "bfloat16", "none"), ("tied", "float32", "none"), ("untied", "bfloat16", "none")]
 KINDS += [("tied", "bfloat16", "int8"), ("untied", "bfloat16", "int4")]
+KINDS += [("experts", "bfloat16", "none"), ("latents", "bfloat16", "none"), ("latents", "float32", "int8")]
 
 
 @pytest.fixture(scope="module", params=PRODUCT_SETS, autouse=True)
@@ -67,7 +70,8 @@ class Run:
     def __init__(self, model: CausalLM, *, steady: bool, tap: FeatureTap | None = None) -> None:
         facts = model.config
         heads = facts.num_kv_heads, facts.head_dim
-        pool = unwritten_pool(facts.num_layers, MOST_SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, *heads, model.dtype)
+        geometry = (facts.num_layers, MOST_SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, *heads)
+        pool = unwritten_pool(*geometry, model.dtype, has_values=facts.has_values)
         self.pool: KVCachePool = pool
         self.runner = ModelRunner(model, pool, tap=tap)
         self.sequences: dict[int, Sequence] = {}

@@ -31,6 +31,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "narrow": {},
     "wide": {"hidden_size": 1024, "intermediate_size": 64, "initializer_range": 0.05},
     "one layer": {"num_hidden_layers": 1},
+    # Experts beside a gated shared one; and a layer with compressed keys and values before one that has experts, too,
+    # with a router in float32.
+    "wide experts": {"family": "qwen2_moe", "hidden_size": 1024, "decoder_sparse_step": 1, "initializer_range": 0.05},
+    "wide latents": {
+        "family": "deepseek_v3",
+        "hidden_size": 1024,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 240,
+        "qk_rope_head_dim": 16,
+        "initializer_range": 0.05,
+    },
 }
 KINDS = [
     ("narrow", "none"),
@@ -39,6 +50,10 @@ KINDS = [
     ("wide", "none"),
     ("wide", "int8"),
     ("one layer", "none"),
+    ("wide experts", "none"),
+    ("wide experts", "int8"),
+    ("wide latents", "none"),
+    ("wide latents", "int8"),
 ]
 
 
@@ -68,9 +83,8 @@ def native(folder: Path, quantization: str = "none") -> CausalLM:
 
 def new_pool(model: CausalLM, blocks: int, dtype: torch.dtype | None = None) -> KVCachePool:
     facts = model.config
-    return unwritten_pool(
-        facts.num_layers, blocks, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim, dtype or model.dtype
-    )
+    geometry = (facts.num_layers, blocks, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
+    return unwritten_pool(*geometry, dtype or model.dtype, has_values=facts.has_values)
 
 
 @st.composite

@@ -24,6 +24,7 @@ from penstock.generation.attention.state_pool import new_states
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.layers.decoder_layer import DecoderLayer
+from penstock.generation.layers.latent_prompts import LEAST_ROWS
 from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 from penstock.generation.models import fused
 from penstock.generation.models.decoder import CausalLM
@@ -56,6 +57,7 @@ CASES: list[Any] = [
     ("deepseek_v2", {}),
     ("deepseek_v3", {}),
     ("youtu", {}),
+    *(pytest.param(family, {}, marks=pytest.mark.slow) for family in ("minicpm3", "glm4_moe_lite", "sarvam_mla")),
     pytest.param("mixtral", {}, marks=pytest.mark.slow),
     pytest.param("gemma4_text", GEMMA4_LARGE, marks=pytest.mark.slow),
     *(pytest.param(family, {}, marks=pytest.mark.slow) for family in ("granite", "phi3", "glm4", "smollm3")),
@@ -285,6 +287,54 @@ def test_a_tensor_by_a_name_that_the_kernels_do_not_know_ends_the_start(
     monkeypatch.setattr(fused, "named_tensors", misspelt)
     with pytest.raises(RuntimeError, match=refusal):
         native(tiny_checkpoint(tmp_path, "qwen2"), "none")
+
+
+def test_experts_of_other_formats_in_some_layers_go_layer_by_layer(tmp_path: Path) -> None:
+    """A quantised checkpoint where the experts of a layer are not converted."""
+    config, four = compressed("pack-quantized", FOUR_BITS, ignore=(r"re:model\.layers\.0\.mlp\.experts.*",))
+
+    def quantise(module: str, weight: torch.Tensor) -> Any:
+        return None if module.startswith("model.layers.0.mlp.experts") else four(module, weight)
+
+    folder = quantised_pair(tmp_path, config, quantise, family="qwen3_moe", layers=2).folder
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    model = load_model(folder, dtype="bfloat16", quantization="auto", device=device)
+    assert model._fused is None
+    for found in logits(model, prompts(2), max_chunk=16, together=True):
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [LEAST_ROWS - 1, LEAST_ROWS])
+def test_a_step_with_a_prompt_over_compressed_keys_goes_layer_by_layer(
+    tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is beside one row of another sequence; the steps after it are one call again."""
+    model = native(tiny_checkpoint(tmp_path, "deepseek_v3"), "none")
+    metadata, _ = AttentionMetadata.build([rows, 1], [rows, 1], torch.zeros(2, 20, dtype=torch.int32), 8)
+    assert model.draws_in(metadata) == (rows < LEAST_ROWS)
+    draw = random.Random(rows)
+    first_ids, second_ids = ([draw.randrange(VOCAB_SIZE) for _ in range(count)] for count in (rows, 1))
+
+    def run() -> list[list[int]]:
+        runner = ModelRunner(model, KVShape.of(model.config, model.dtype, 8).pool(40, torch.device("cpu")))
+        live = [new_sequence(list(ids), params(), seq_id=place) for place, ids in enumerate((first_ids, second_ids))]
+        for place, one in enumerate(live):
+            one.block_table.extend(range(20 * place, 20 * place + 20))
+        for _ in range(4):
+            entries = [
+                ScheduledSequence(one, one.num_computed_tokens, len(one.token_ids) - one.num_computed_tokens, (one,))
+                for one in live
+            ]
+            output = runner.execute(SchedulerOutput(tuple(entries)))
+            for one in live:
+                one.num_computed_tokens = len(one.token_ids)
+                one.token_ids.append(output.sampled[one.seq_id].token_id)
+        return [one.token_ids for one in live]
+
+    found = run()
+    monkeypatch.setattr(model, "_fused", None)
+    assert found == run()
 
 
 def test_what_is_not_all_native_goes_layer_by_layer(tmp_path: Path) -> None:

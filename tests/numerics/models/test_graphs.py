@@ -55,8 +55,11 @@ def assert_same(
     """Bit for bit on the kernels, whose rows do not know of each other; nearly with torch's operators.
     `is_stored_again`: a history was turned back and rounded to int8 once more, which may change the last bit of a
     scale."""
-    if KERNELS == "native" and (kv_dtype is None or not is_stored_again):
-        assert torch.equal(found, expected)
+    if KERNELS == "native":
+        if is_stored_again and kv_dtype is not None:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+        else:
+            assert torch.equal(found, expected)
     else:
         # A rounding of int8 may fall the other way.
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 if kv_dtype is None else 5e-2)
@@ -85,7 +88,7 @@ def test_a_prompt_at_once_and_in_chunks_behind_a_history(model: CausalLM, kv_dty
                 )
             rows.append(model.compute_logits(model.normed(hidden[0])))
             first = last
-        assert_same(torch.cat(rows), expected, kv_dtype, is_stored_again=True)
+        assert_same(torch.cat(rows), expected, kv_dtype, is_stored_again=len(cuts) > 1)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])

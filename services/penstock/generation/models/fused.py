@@ -107,8 +107,8 @@ class FusedLayers:
         self._like_TI = torch.empty((0, config.hidden_size), dtype=dtype)
 
     def takes(self, metadata: AttentionMetadata) -> bool:
-        """True where it computes a step: not one that revises states, or has a prompt over compressed keys and values
-        that layers expand."""
+        """False for a step that revises states, and for one with a prompt over compressed keys and values, which layers
+        expand."""
         if metadata.revises_states:
             return False
         return not self._is_latent or max(metadata.query_lens) < LEAST_ROWS
@@ -201,7 +201,7 @@ def can_fuse(
         return False
     if not all(type(layer.attention) in _KINDS for layer in layers):
         return False
-    if not all(_has_packed_heads(layer) for layer in layers):
+    if not all(_has_packed_heads(layer) for layer in layers) or not _are_alike(layers):
         return False
     products: list[Linear] = [product for layer in layers for product in _products(layer).values()]
     products += [linear for layer in layers for expert in _experts_of(layer) for linear in expert]
@@ -223,6 +223,17 @@ def _is_native_mixture(mlp: SwiGLU | MixtureOfExperts) -> bool:
     if mlp.shared is not None and mlp.shared.gate is not None:
         scored.append(mlp.shared.gate)
     return all(isinstance(one, NativeLinear) and one.format in (Format.F32, Format.BF16) for one in scored)
+
+
+def _are_alike(layers: Sequence[DecoderLayer]) -> bool:
+    """True where all mixtures have the same sizes and formats: a step has one memory for all of them. In a quantised
+    checkpoint the experts of some layers may not be converted."""
+    found = [layer.mlp for layer in layers if isinstance(layer.mlp, MixtureOfExperts)]
+    return len({(*_mlp_sizes(one).items(), _router_format(one)) for one in found}) <= 1
+
+
+def _router_format(mlp: MixtureOfExperts) -> Format:
+    return cast(NativeLinear, mlp.router).format
 
 
 def _has_packed_heads(layer: DecoderLayer) -> bool:

@@ -189,7 +189,11 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
           "a layer reads keys that no earlier layer has");
       num_keys += !layer.delta && layer.parts > 1;
       for (const Linear* one : {&layer.qkv, &layer.output}) take(*one);
-      if (layer.latent) take_latent(*layer.latent);
+      if (layer.latent) {
+        TORCH_CHECK(layer.num_kv_heads == 1 && layer.head_dim == layer.latent->sizes.row_dim(),
+                    "compressed keys are one head, as wide as a row");
+        take_latent(*layer.latent);
+      }
       if (layer.mlp) take_mlp(*layer.mlp);
       if (layer.mixture) take_mixture(*layer.mixture, i);
       TORCH_CHECK(layer.token_gate.has_value() == token_inputs.has_value(),
@@ -246,13 +250,18 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     mixture.check();
     if (mixture.shared) take_mlp(*mixture.shared);
     take_format(mixture.experts[0].gated);
+    // A router may read floats beside rows in bfloat16.
+    if (mixture.gate) take_format(*mixture.gate);
+    TORCH_CHECK(!dense || *dense == Format::BF16 || mixture.router.format == Format::F32,
+                "a router of another dtype");
     if (!mixed) mixed = number;
     const Mixture& like = number == *mixed ? mixture : *layers[*mixed].mixture;
     TORCH_CHECK(mixture.format == like.format && mixture.inner == like.inner &&
                     mixture.rule.per_row == like.rule.per_row &&
                     mixture.experts.size() == like.experts.size() &&
                     mixture.shared.has_value() == like.shared.has_value() &&
-                    mixture.gate.has_value() == like.gate.has_value(),
+                    mixture.gate.has_value() == like.gate.has_value() &&
+                    mixture.router.format == like.router.format,
                 "mixtures of experts have the same sizes");
   }
 

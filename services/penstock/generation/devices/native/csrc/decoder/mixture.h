@@ -71,7 +71,10 @@ class MixtureStep {
         middle_(like.format, rows * each_, like.inner, type),
         inner_(
             at::detail::empty_cpu({middle_.takes_outputs() ? 0 : rows * each_, like.inner}, type)),
-        products_(at::detail::empty_cpu({rows * each_, hidden}, at::kFloat)) {}
+        products_(at::detail::empty_cpu({rows * each_, hidden}, at::kFloat)) {
+    starts_.reserve(like.experts.size() + 1), next_.reserve(like.experts.size() + 1);
+    fills_.reserve(rows * each_);
+  }
 
   // Copies of rows, which a router in float reads; its scores (rows, experts); results of the
   // shared MLP, (rows, hidden); and the scores of its gate, then the shares in it, (any, 1).
