@@ -144,7 +144,9 @@ class NativeKernels(LayerKernels):
 
     @override
     def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        result: Tensor = torch.ops.penstock.add_rms_norm(hidden_TI, x_TI, weight_I, eps, self._dtype)
+        # What a layer adds may be in the model's dtype.
+        addend_TI = x_TI.to(hidden_TI.dtype)
+        result: Tensor = torch.ops.penstock.add_rms_norm(hidden_TI, addend_TI, weight_I, eps, self._dtype)
         return result
 
     @override
