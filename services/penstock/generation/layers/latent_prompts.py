@@ -60,10 +60,15 @@ class PromptSplit:
     others: tuple[AttentionMetadata, Tensor] | None
 
 
+def has_prompts(metadata: AttentionMetadata) -> bool:
+    """True where a sequence is long enough to be expanded. It looks at no tensor."""
+    return max(metadata.query_lens) >= LEAST_ROWS
+
+
 def split_prompts(metadata: AttentionMetadata, kv: KVCachePool, dtype: torch.dtype) -> PromptSplit | None:
     """Return the split of a step, made once for all layers; None: no sequence is long enough."""
-    # The usual step, without a look at any tensor.
-    if max(metadata.query_lens) < LEAST_ROWS:
+    # The usual step.
+    if not has_prompts(metadata):
         return None
     known = metadata.plans.get("latent prompts")
     if known is None:

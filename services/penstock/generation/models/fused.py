@@ -24,7 +24,7 @@ from penstock.generation.layers.experts import MixtureOfExperts
 from penstock.generation.layers.gated_attention import GatedAttention
 from penstock.generation.layers.head_products import PackedProducts
 from penstock.generation.layers.latent_attention import DirectQueries, LatentAttention, LowRankQueries
-from penstock.generation.layers.latent_prompts import LEAST_ROWS
+from penstock.generation.layers.latent_prompts import has_prompts
 from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.linear.native import Format, NativeLinear
 from penstock.generation.layers.step_states import states_of_step
@@ -109,9 +109,7 @@ class FusedLayers:
     def takes(self, metadata: AttentionMetadata) -> bool:
         """False for a step that revises states, and for one with a prompt over compressed keys and values, which layers
         expand."""
-        if metadata.revises_states:
-            return False
-        return not self._is_latent or max(metadata.query_lens) < LEAST_ROWS
+        return not metadata.revises_states and not (self._is_latent and has_prompts(metadata))
 
     def __call__(
         self,

@@ -66,7 +66,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .normed = inputs(own * rows, first_inputs()),
         .residual = empty({own - 1, rows, hidden}, at::kFloat),
         .qkv = empty({rows, widest_qkv}, type),
-        .q = empty({rows, widest_heads}, type),
+        // Compressed keys have queries of their own.
+        .q = empty({rows, latent ? 0 : widest_heads}, type),
         .attended = inputs(rows, widest_heads),
         .inner = inputs(rows, widest_inner),
         .added = empty({rows, hidden}, at::kFloat),
@@ -327,8 +328,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   void attend_latent(Step& step, Walk& walk, size_t i, Inputs normed,
                      const AttentionArgs& attention, const RopeArgs& rope) const;
   Inputs normed_queries(Step& step, Walk& walk, const LatentQueries& queries) const;
-  // What a layer has after the norm of its MLP: `then` comes after it. All threads have met at the
-  // end.
+  // The MLP of a layer, or its experts, and the norm before: `then` comes after it. All threads
+  // have met at the end.
   void add_mlp(Step& step, Walk& walk, size_t i, const Linear* then) const;
   void mix(Step& step, Walk& walk, size_t i, Inputs normed, const Linear* then) const;
   // Rows that a router reads: in float where its weight is.

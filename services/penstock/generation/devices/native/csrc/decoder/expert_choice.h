@@ -12,6 +12,14 @@ struct ChoiceRule {
   int64_t per_row, groups, groups_of_row, ranked_by;
   bool is_sigmoid, sums_to_one;
   float least, scale;
+
+  // True where this many experts are enough for it.
+  bool fits(int64_t experts) const {
+    if (groups <= 0 || experts <= 0 || experts % groups != 0) return false;
+    const int64_t size = experts / groups, candidates = groups == 1 ? size : size * groups_of_row;
+    return groups_of_row > 0 && groups_of_row <= groups && ranked_by > 0 && ranked_by <= size &&
+           per_row > 0 && per_row <= candidates;
+  }
 };
 
 // Not a number is above all numbers, as in torch's topk; of equals the first is higher.

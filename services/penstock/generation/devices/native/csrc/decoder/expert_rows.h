@@ -1,10 +1,14 @@
-// The rows that the products of a mixture of experts read.
+// An MLP, and the rows that the products of a mixture of them read.
 #pragma once
 #include <cstring>
 
 #include "decoder/linear_layer.h"
 
 namespace penstock {
+
+struct Mlp {
+  Linear gated, down;
+};
 
 // Inputs of products, one row for each choice of an expert: of the rows' dtype in whole granules,
 // or quantised.

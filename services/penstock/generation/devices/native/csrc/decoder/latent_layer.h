@@ -5,7 +5,6 @@
 #include "attention/attention_work.h"
 #include "decoder/latent_rows.h"
 #include "decoder/linear_layer.h"
-#include "decoder/rows.h"
 #include "linear/head_work.h"
 #include "util/turned_block.h"
 
@@ -50,7 +49,7 @@ struct LatentLayer {
                 "a layer has no such heads");
     const auto fits = [&](const at::Tensor& packed, int64_t inputs, int64_t outputs) {
       return packed.is_contiguous() && packed.scalar_type() == at::kByte &&
-             packed.numel() == sizes.heads * head_bytes(format, inputs, outputs);
+             packed.numel() == sizes.heads * HeadProducts::weight_bytes(format, inputs, outputs);
     };
     TORCH_CHECK(
         fits(keys, sizes.plain_dim, sizes.rank) && fits(values, sizes.rank, sizes.value_dim),
@@ -60,11 +59,6 @@ struct LatentLayer {
     TORCH_CHECK(
         !queries || (queries->norm.is_contiguous() && queries->norm.numel() == sizes.query_rank),
         "the norm of queries has the wrong size");
-  }
-
-  static int64_t panels_of_head(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
-  static int64_t head_bytes(Format format, int64_t inputs, int64_t outputs) {
-    return granules_of(format, inputs) * PANEL * 4 * panels_of_head(outputs);
   }
 };
 
@@ -94,12 +88,14 @@ struct LatentStep {
   int64_t mean_dim() const { return mean_dim_; }
 
   HeadProducts keys(const LatentLayer& layer) const {
-    return products(layer.keys, queries, sizes_.query_dim(), sizes_.plain_dim, q, sizes_.row_dim(),
-                    sizes_.rank);
+    return HeadProducts(layer.format, heads_of(queries, sizes_.query_dim()),
+                        layer.keys.const_data_ptr(), heads_of(q, sizes_.row_dim()), sizes_.heads,
+                        sizes_.plain_dim, sizes_.rank);
   }
   HeadProducts values(const LatentLayer& layer, const at::Tensor& out) const {
-    return products(layer.values, mean, mean_dim_, sizes_.rank, out, sizes_.value_dim,
-                    sizes_.value_dim);
+    return HeadProducts(layer.format, heads_of(mean, mean_dim_), layer.values.const_data_ptr(),
+                        heads_of(out, sizes_.value_dim), sizes_.heads, sizes_.rank,
+                        sizes_.value_dim);
   }
 
   // Finishes rows [first, last): turns their queries into `q`, and writes them into the pool,
@@ -111,38 +107,8 @@ struct LatentStep {
   }
 
  private:
-  HeadProducts products(const at::Tensor& weights, const at::Tensor& x, int64_t x_dim,
-                        int64_t inputs, const at::Tensor& out, int64_t out_dim,
-                        int64_t outputs) const {
-    const Format format = type_ == at::kBFloat16 ? Format::BF16 : Format::F32;
-    const int64_t size = at::elementSize(type_);
-    return {
-        .args =
-            {
-                .format = format,
-                .x = x.const_data_ptr(),
-                .x_stride = x.stride(0) / granule_inputs(format),
-                .weight = (const char*)weights.const_data_ptr(),
-                .granules = granules_of(format, inputs),
-                .bias = nullptr,
-                .row_scale = nullptr,
-                .column_scale = nullptr,
-                .scale_is_bytes = false,
-                .column_sum = nullptr,
-                .column_offset = nullptr,
-                .row_sum = nullptr,
-                .out = out.data_ptr(),
-                .width = outputs,
-                .out_stride = out.stride(0),
-                .out_bf16 = type_ == at::kBFloat16,
-                .gate = Gate::NONE,
-            },
-        .x_step = x_dim * size,
-        .weight_step = LatentLayer::head_bytes(format, inputs, outputs),
-        .out_step = out_dim * size,
-        .heads = sizes_.heads,
-        .panels = LatentLayer::panels_of_head(outputs),
-    };
+  static HeadRows heads_of(const at::Tensor& rows, int64_t dim) {
+    return {rows.data_ptr(), rows.stride(0), dim};
   }
 
   template <typename T>
@@ -155,17 +121,7 @@ struct LatentStep {
               *sin = (const T*)rope.sin + rope.positions[t] * half;
       T *own = (T*)row.data_ptr() + t * width, *to = (T*)q.data_ptr() + t * sizes_.heads * width;
       T* from = (T*)queries.data_ptr() + t * sizes_.queries();
-      KERNEL(add_norm)({.hidden = own,
-                        .x = nullptr,
-                        .weight = layer.norm.const_data_ptr(),
-                        .out = own,
-                        .width = sizes_.rank,
-                        .out_stride = sizes_.rank,
-                        .eps = eps,
-                        .is_bf16 = rope.is_bf16,
-                        .rounds_once = layer.norm.scalar_type() != type_},
-                       0, 1);
-      turn(own + sizes_.rank, cos, sin, half);
+      finish_row(own, layer.norm, eps, cos, sin, half);
       for (int64_t h = 0; h < sizes_.heads; ++h) {
         T* turned = to + h * width + sizes_.rank;
         std::memcpy(turned, from + h * query + sizes_.plain_dim, sizeof(T) * 2 * half);

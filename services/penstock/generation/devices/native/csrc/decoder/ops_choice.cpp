@@ -22,17 +22,14 @@ std::tuple<at::Tensor, at::Tensor> choose_experts(const at::Tensor& scores,
   TORCH_CHECK(scores.dim() == 2 && scores.is_contiguous() && scores.scalar_type() == at::kFloat,
               "scores are rows in float");
   const int64_t rows = scores.size(0), experts = scores.size(1);
-  TORCH_CHECK(groups > 0 && experts > 0 && experts % groups == 0 && groups_of_row > 0 &&
-                  groups_of_row <= groups && ranked_by > 0 && ranked_by <= experts / groups &&
-                  per_row > 0 && per_row <= experts / groups * (groups == 1 ? 1 : groups_of_row),
-              "there are too few experts or groups");
+  const ChoiceRule rule{per_row,    groups,      groups_of_row, ranked_by,
+                        is_sigmoid, sums_to_one, float(least),  float(scale)};
+  TORCH_CHECK(rule.fits(experts), "there are too few experts or groups");
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == experts &&
                         bias->scalar_type() == at::kFloat),
               "a bias is of each expert, in float");
   const at::Tensor chosen = at::detail::empty_cpu({rows, per_row}, at::kLong),
                    shares = at::detail::empty_cpu({rows, per_row}, at::kFloat);
-  const ChoiceRule rule{per_row,    groups,      groups_of_row, ranked_by,
-                        is_sigmoid, sums_to_one, float(least),  float(scale)};
   at::parallel_for(0, rows, CHOICES_AT_ONCE, [&](int64_t first, int64_t last) {
     Chooser chooser(rule, experts);
     for (int64_t row = first; row < last; ++row)

@@ -1,13 +1,9 @@
-// The products of a layer's experts in one parallel region: torch.classes.penstock.Experts. Rows
-// are sorted by expert, so that a weight is read once for all of its rows; a row's sums have one
-// order, with any rows beside it.
+// The products of a layer's experts in one parallel region: torch.classes.penstock.Experts.
 #include <omp.h>
 
 #include <vector>
 
-#include "decoder/expert_rows.h"
-#include "decoder/expert_sums.h"
-#include "linear/many_products.h"
+#include "decoder/expert_products.h"
 #include "util/barrier.h"
 
 namespace penstock {
@@ -17,7 +13,7 @@ struct Experts : torch::CustomClassHolder {
   Format format;
   Gate gate;
   int64_t hidden, inner;
-  std::vector<Linear> gated, down;
+  std::vector<Mlp> mlps;
 
   // `sizes`: format, gate, hidden, inner; `experts`: tensors of each by name, those of gated and
   // down.
@@ -29,8 +25,8 @@ struct Experts : torch::CustomClassHolder {
     TORCH_CHECK(gate != Gate::NONE && gate <= Gate::CLAMPED, "experts are gated");
     for (const Tensors& tensors : experts) {
       Named<at::Tensor> own("an expert", tensors);
-      gated.emplace_back(own, "gated", format, hidden, inner, gate);
-      down.emplace_back(own, "down", format, inner, hidden, Gate::NONE);
+      mlps.push_back({Linear(own, "gated", format, hidden, inner, gate),
+                      Linear(own, "down", format, inner, hidden, Gate::NONE)});
       own.check_all_taken();
     }
   }
@@ -45,36 +41,14 @@ struct Experts : torch::CustomClassHolder {
                 chosen.sizes() == shares.sizes() && shares.is_contiguous() &&
                 chosen.scalar_type() == at::kLong && shares.scalar_type() == at::kFloat);
     x = x.contiguous();
-    const int64_t T = x.size(0), each = chosen.size(1), count = T * each, size = x.itemsize();
-    const int64_t* expert = chosen.const_data_ptr<int64_t>();
-    std::vector<int64_t> starts(gated.size() + 1), place(count), row(count);
-    for (int64_t i = 0; i < count; ++i) {
-      TORCH_CHECK_INDEX(expert[i] >= 0 && expert[i] < int64_t(gated.size()), "no such expert");
-      ++starts[expert[i] + 1];
-    }
-    for (size_t e = 0; e < gated.size(); ++e) starts[e + 1] += starts[e];
-    std::vector<int64_t> next(starts);
-    for (int64_t i = 0; i < count; ++i) {
-      place[i] = next[expert[i]]++;
-      row[place[i]] = i / each;
-    }
+    const int64_t T = x.size(0), each = chosen.size(1), experts = mlps.size();
+    const int64_t* numbers = chosen.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < T * each; ++i)
+      TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < experts, "no such expert");
     const int64_t threads = at::get_num_threads();
-    ExpertInputs inputs(format, count, hidden, x.scalar_type()),
-        middle(format, count, inner, x.scalar_type());
-    const at::Tensor inner_rows = at::detail::empty_cpu({count, inner}, x.scalar_type()),
-                     products = at::detail::empty_cpu({count, hidden}, at::kFloat);
     at::Tensor out = at::detail::empty_cpu({T, hidden}, at::kFloat);
-    ManyProducts first(threads), second(threads);
-    for (size_t e = 0; e < gated.size(); ++e) {
-      const int64_t begin = starts[e], rows = starts[e + 1] - begin;
-      if (rows == 0) continue;
-      LinearArgs up = inputs.args(gated[e], begin), back = middle.args(down[e], begin);
-      up.out = (char*)inner_rows.data_ptr() + begin * inner * size;
-      up.out_stride = inner, up.out_bf16 = is_bf16(x);
-      back.out = products.data_ptr<float>() + begin * hidden, back.out_stride = hidden;
-      first.add(up, rows, gated[e].panels);
-      second.add(back, rows, down[e].panels);
-    }
+    ExpertProducts products({format, hidden, inner, experts, each}, T, threads, x.scalar_type());
+    products.plan(mlps, numbers, x.const_data_ptr(), hidden, T);
     Barrier barrier;
 #pragma omp parallel num_threads(threads)
     {
@@ -85,29 +59,18 @@ struct Experts : torch::CustomClassHolder {
         for (int64_t i = rows * thread / running; i < rows * (thread + 1) / running; ++i) work(i);
       };
       Prefetch nothing;
-      own_rows(count, [&](int64_t i) {
-        inputs.fill(i, (const char*)x.const_data_ptr() + row[i] * hidden * size);
-      });
+      own_rows(products.first_fills(),
+               [&](int64_t i) { products.fill_first(i, x.const_data_ptr(), hidden); });
       barrier.wait(nothing);
-      first.run(thread);
+      products.multiply_first(thread);
       barrier.wait(nothing);
-      own_rows(count, [&](int64_t i) {
-        middle.fill(i, (const char*)inner_rows.const_data_ptr() + i * inner * size);
-      });
+      own_rows(products.second_fills(T), [&](int64_t i) { products.fill_second(i); });
       barrier.wait(nothing);
-      second.run(thread);
+      products.multiply_second(thread);
       barrier.wait(nothing);
       own_rows(T, [&](int64_t i) {
-        KERNEL(sum_experts)
-        ({.products = products.const_data_ptr<float>(),
-          .places = &place[i * each],
-          .shares = shares.const_data_ptr<float>() + i * each,
-          .experts = each,
-          .width = hidden,
-          .added = nullptr,
-          .added_share = 0,
-          .out = out.data_ptr<float>() + i * hidden},
-         0, hidden);
+        products.sum(i, shares.const_data_ptr<float>(), nullptr, 0, 0, hidden,
+                     out.data_ptr<float>() + i * hidden);
       });
     }
     return out;

@@ -4,15 +4,13 @@
 #include <torch/library.h>
 
 #include "decoder/latent_rows.h"
-#include "decoder/rows.h"
-#include "util/dispatch.h"
 
 namespace penstock {
 namespace {
 
 template <typename T>
-void turn_rows(at::Tensor& q, at::Tensor& row, const at::Tensor& cos, const at::Tensor& sin,
-               int64_t heads, int64_t first, int64_t last) {
+void finish_rows(at::Tensor& q, at::Tensor& row, const at::Tensor& norm, const at::Tensor& cos,
+                 const at::Tensor& sin, int64_t heads, float eps, int64_t first, int64_t last) {
   const int64_t half = cos.size(-1), query = q.size(1) / heads, width = row.size(1);
   T *queries = (T*)q.data_ptr(), *rows = (T*)row.data_ptr();
   for (int64_t t = first; t < last; ++t) {
@@ -20,7 +18,7 @@ void turn_rows(at::Tensor& q, at::Tensor& row, const at::Tensor& cos, const at::
             *own_sin = (const T*)sin.const_data_ptr() + t * half;
     for (int64_t h = 0; h < heads; ++h)
       turn(queries + (t * heads + h + 1) * query - 2 * half, own_cos, own_sin, half);
-    turn(rows + (t + 1) * width - 2 * half, own_cos, own_sin, half);
+    finish_row(rows + t * width, norm, eps, own_cos, own_sin, half);
   }
 }
 
@@ -42,25 +40,9 @@ void finish_latent_rows(at::Tensor& q, at::Tensor& row, const at::Tensor& norm,
   TORCH_CHECK(norm.is_contiguous() &&
                   (norm.scalar_type() == q.scalar_type() || norm.scalar_type() == at::kFloat),
               "the norm is of the rows' dtype, or float");
-  const bool bf16 = is_bf16(q);
+  const auto finish = is_bf16(q) ? finish_rows<at::BFloat16> : finish_rows<float>;
   at::parallel_for(0, rows, grain(q.size(1)), [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t) {
-      void* own = (char*)row.data_ptr() + t * row.size(1) * row.element_size();
-      KERNEL(add_norm)({.hidden = own,
-                        .x = nullptr,
-                        .weight = norm.const_data_ptr(),
-                        .out = own,
-                        .width = rank,
-                        .out_stride = rank,
-                        .eps = float(eps),
-                        .is_bf16 = bf16,
-                        .rounds_once = norm.scalar_type() != q.scalar_type()},
-                       0, 1);
-    }
-    if (bf16)
-      turn_rows<at::BFloat16>(q, row, cos, sin, heads, first, last);
-    else
-      turn_rows<float>(q, row, cos, sin, heads, first, last);
+    finish(q, row, norm, cos, sin, heads, float(eps), first, last);
   });
 }
 

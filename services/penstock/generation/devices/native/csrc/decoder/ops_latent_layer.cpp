@@ -54,7 +54,7 @@ Inputs Decoder::normed_queries(Step& step, Walk& walk, const LatentQueries& quer
     for (int64_t row = first; row < last; ++row) {
       const int64_t size = latents.narrow.itemsize();
       char* to = out + row * stride * size;
-      // The norm of a row in place.
+      // The kernel reads and writes one row.
       std::memcpy(to, (const char*)latents.narrow.const_data_ptr() + row * width * size,
                   width * size);
       KERNEL(add_norm)({.hidden = to,

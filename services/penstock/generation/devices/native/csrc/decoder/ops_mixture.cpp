@@ -58,12 +58,13 @@ void Decoder::mix(Step& step, Walk& walk, size_t i, Inputs normed, const Linear*
   step.barrier.wait(walk.prefetch);
   if (own.shared)
     linear(step, walk, own.shared->down, NO_SITE, inputs_of(b.inner), mixture.shared, nullptr);
-  over_places(mixture.first_fills(),
-              [&](int64_t place) { mixture.fill_first(place, normed.rows, normed.stride); });
-  mixture.multiply_first(walk.thread);
+  ExpertProducts& products = mixture.products;
+  over_places(products.first_fills(),
+              [&](int64_t number) { products.fill_first(number, normed.rows, normed.stride); });
+  products.multiply_first(walk.thread);
   step.barrier.wait(walk.prefetch);
-  over_places(mixture.second_fills(rows), [&](int64_t place) { mixture.fill_second(place); });
-  mixture.multiply_second(walk.thread);
+  over_places(products.second_fills(rows), [&](int64_t place) { products.fill_second(place); });
+  products.multiply_second(walk.thread);
   step.barrier.wait(walk.prefetch);
   const int64_t first = hidden * walk.thread / threads, last = hidden * (walk.thread + 1) / threads;
   for (int64_t row = 0; row < rows; ++row)

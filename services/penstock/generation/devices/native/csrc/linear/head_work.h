@@ -4,11 +4,55 @@
 
 namespace penstock {
 
+// Rows of heads in memory: numbers from a row to the next, and from a head to the next.
+struct HeadRows {
+  void* data;
+  int64_t row_stride, head_stride;
+};
+
 struct HeadProducts {
   // Of the first head; the others lie these bytes further on.
   LinearArgs args;
   int64_t x_step, weight_step, out_step;
   int64_t heads, panels;
+
+  static int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
+  // Bytes of a head's packed weight.
+  static int64_t weight_bytes(Format format, int64_t inputs, int64_t outputs) {
+    return granules_of(format, inputs) * PANEL * 4 * panels_of(outputs);
+  }
+
+  // `format`: of rows, weights and outputs, bfloat16 or float32. `weights`: of one head after
+  // another.
+  HeadProducts(Format format, HeadRows x, const void* weights, HeadRows out, int64_t heads,
+               int64_t inputs, int64_t outputs)
+      : args{
+            .format = format,
+            .x = x.data,
+            .x_stride = x.row_stride / granule_inputs(format),
+            .weight = (const char*)weights,
+            .granules = granules_of(format, inputs),
+            .bias = nullptr,
+            .row_scale = nullptr,
+            .column_scale = nullptr,
+            .scale_is_bytes = false,
+            .column_sum = nullptr,
+            .column_offset = nullptr,
+            .row_sum = nullptr,
+            .out = out.data,
+            .width = outputs,
+            .out_stride = out.row_stride,
+            .out_bf16 = format == Format::BF16,
+            .gate = Gate::NONE,
+        },
+        x_step(x.head_stride * size_of(format)),
+        weight_step(weight_bytes(format, inputs, outputs)),
+        out_step(out.head_stride * size_of(format)),
+        heads(heads),
+        panels(panels_of(outputs)) {}
+
+ private:
+  static int64_t size_of(Format format) { return format == Format::BF16 ? 2 : 4; }
 };
 
 // One thread's part: a run of the tasks, which are in the order of the heads, then the rest of
