@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from factories.engine.free_drafts import free_drafts
 from factories.servers.generation import TEXT_VOCAB_SIZE, Client, Outcome, generation_service, request, text_checkpoint
 from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder
 from penstock.common.errors import NotFound, StartupError
-from penstock.generation.core.request import Request
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, model_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,9 +28,7 @@ SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.9, "top_k": 40}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[Client]:
     """The embedded model, which drafts for itself; in float32, where no id depends on the rows of a step."""
-    with pytest.MonkeyPatch.context() as patch:
-        # What verifying costs is measured: on a busy machine no draft may pay.
-        patch.setattr(Request, "draft_costs", property(lambda _: None, lambda _, __: None))
+    with free_drafts():
         async with generation_service(
             demo_folder(), assistant_model=str(demo_folder()), assistant_kv_memory="2MiB", dtype="float32"
         ) as running:

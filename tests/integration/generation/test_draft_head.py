@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from factories.engine.free_drafts import free_drafts
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.draft_heads import eagle3_folder
 from factories.models.model_types import tiny_model_type
@@ -27,10 +28,11 @@ QUESTION = "<|im_start|>user\nWrite the numbers from 7 to 30.<|im_end|>\n<|im_st
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[Client]:
     """The embedded model and its head; in float32, where no id depends on the rows of a step."""
-    async with generation_service(
-        demo_folder(), draft_head=DEMO_HEAD, assistant_kv_memory="1MiB", dtype="float32"
-    ) as running:
-        yield running
+    with free_drafts():
+        async with generation_service(
+            demo_folder(), draft_head=DEMO_HEAD, assistant_kv_memory="1MiB", dtype="float32"
+        ) as running:
+            yield running
 
 
 async def answer(client: Client, options: dict[str, Any]) -> Outcome:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories.engine.free_drafts import free_drafts
 from factories.engine.local_generators import local_generator
 from factories.engine.step_gate import StepGate, held_after
 from factories.models.checkpoints import tiny_checkpoint
@@ -215,7 +216,7 @@ def test_nothing_keeps_the_first_weights_in_memory(tmp_path: Path, drafts: bool)
     folder = tiny_checkpoint(tmp_path / "model", seed=0, num_hidden_layers=4)
     settings = {"draft_head": str(eagle3_folder(tmp_path / "head"))} if drafts else {}
     options = {"assistant_model": "head"} if drafts else {}
-    with local_generator(folder, load_tokenizer=False, **settings) as generator:
+    with free_drafts(), local_generator(folder, load_tokenizer=False, **settings) as generator:
         usage = generator.generate(PROMPT, **GREEDY, **options).usage
         assert (usage.rejected_draft_tokens > 0) == drafts
         first = weakref.ref(generator._engine.loaded.weights.model)
