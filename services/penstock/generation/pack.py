@@ -82,7 +82,8 @@ def pack(
         raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made from", flag="MODEL")
     device = open_device("cpu")
     try:
-        device.start(num_threads=threads, kernels="native")
+        # A file is mapped, and has the places that config.json says.
+        device.start(num_threads=threads, kernels="native", compact_weights="off")
     except StartupError as error:
         # There is no --kernels to change here.
         raise StartupError(error.message, flag=None if error.flag == "--kernels" else error.flag) from error

@@ -36,8 +36,15 @@ class Accelerator(Device):
         return torch.device(self.name, self.number)
 
     @override
-    def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
-        """Raises StartupError naming --device, --threads or --kernels."""
+    def start(
+        self,
+        *,
+        num_threads: int | None = None,
+        kernels: str = "auto",
+        arena: Arena | None = None,
+        compact_weights: str = "auto",
+    ) -> None:
+        """Raises StartupError naming --device, --threads, --kernels or --compact-weights."""
         if arena is not None:
             arena.close()
         if kernels not in KERNELS:
@@ -45,6 +52,10 @@ class Accelerator(Device):
         if kernels == "native":
             raise StartupError(
                 f"--kernels native is for the CPU: leave it out with --device {self.name}", flag="--kernels"
+            )
+        if compact_weights == "on":
+            raise StartupError(
+                f"--compact-weights on is for the CPU: leave it out with --device {self.name}", flag="--compact-weights"
             )
         if num_threads is not None:
             if num_threads < 1:

@@ -48,11 +48,19 @@ class Device(ABC):
         """Device of the tensors."""
 
     @abstractmethod
-    def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
+    def start(
+        self,
+        *,
+        num_threads: int | None = None,
+        kernels: str = "auto",
+        arena: Arena | None = None,
+        compact_weights: str = "auto",
+    ) -> None:
         """Claim the device for this process; `num_threads` are those of host-side kernels (None: all allowed cores).
 
         `kernels`: "native" requires the C++ kernels, "auto" uses them if they are built, "torch" never uses them.
-        `arena`: memory for weights; a device that does not need it closes it.
+        `arena`: memory for weights; a device that does not need it closes it. `compact_weights`: "on" keeps weights in
+        bfloat16 in fewer bytes, "auto" does where that was measured to be faster, "off" never does.
 
         Raises StartupError naming the flag that cannot be honoured.
         """

@@ -59,7 +59,9 @@ class Worker:
         """Load the part. `answer` tells rank 0; it is called on two threads, never at once. Raises StartupError."""
         self._answer = answer
         self._device: Device = open_device(order["device"])
-        self._device.start(num_threads=order["threads"], kernels=order["kernels"])
+        self._device.start(
+            num_threads=order["threads"], kernels=order["kernels"], compact_weights=order["compact_weights"]
+        )
         self._group = RankGroup(Shard(order["rank"], order["count"]))
         model = load_model(
             Path(order["folder"]),

@@ -41,7 +41,7 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
     if found != old or files.tokenizer_fingerprint() != loaded.served.tokenizer_fingerprint:
         raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
     device = open_device(config.device)
-    device.start(num_threads=config.threads, kernels=config.kernels)
+    device.start(num_threads=config.threads, kernels=config.kernels, compact_weights=config.compact_weights)
     check_room(config, files.folder, found, None, device.memory().available)
     model = read_model(config, files.folder, device, count)
     if model.config != old:

@@ -93,7 +93,12 @@ def load_weights(start: Start, files: ModelFiles, begun: Begun) -> LoadedWeights
         if ranks is not None:
             if_failed.callback(ranks.close)
             start.if_cancelled(ranks.close)
-        device.start(num_threads=config.rank_threads, kernels=config.kernels, arena=arena)
+        device.start(
+            num_threads=config.rank_threads,
+            kernels=config.kernels,
+            arena=arena,
+            compact_weights=config.compact_weights,
+        )
         # Memory that is already taken for the weights counts as free.
         available = device.memory().available + (0 if arena is None else arena.num_touched)
         # What the ranks of a model have in all.
@@ -134,7 +139,13 @@ def check_room(
     is_as_stored = is_packed(folder) or model.route == "fallback"
     check_weights(stored_weight_bytes(folder), None if is_as_stored else model, config.quantization, available)
     if kv_memory is not None and not is_as_stored:
-        least = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
+        least = least_weight_bytes(
+            folder,
+            config.dtype,
+            config.quantization,
+            map_embeddings=config.map_embeddings,
+            compact=config.compact_weights != "off",
+        )
         check_kv_memory(least, kv_memory, available)
 
 
@@ -174,6 +185,7 @@ def _start_ranks(start: Start, files: ModelFiles, device: Device, begun: Begun) 
         "quantization": config.quantization,
         "threads": config.rank_threads,
         "kernels": config.kernels,
+        "compact_weights": config.compact_weights,
         "map_embeddings": config.map_embeddings,
         "log_format": config.log_format,
         "log_level": config.log_level,

@@ -118,7 +118,13 @@ def _arena(config: GenerationServiceConfig) -> Arena | None:
         # Packed weights are used where the page cache has them: the loader's own mapping finds the pages there.
         populate_beside(folder / PACKED_FILE)
         return None
-    num_bytes = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
+    num_bytes = least_weight_bytes(
+        folder,
+        config.dtype,
+        config.quantization,
+        map_embeddings=config.map_embeddings,
+        compact=config.compact_weights != "off",
+    )
     _, available = host_memory()
     return open_arena(num_bytes, UNTOUCHED_BYTES) if num_bytes + _BESIDE_BYTES <= available else None
 

@@ -143,14 +143,18 @@ def file_names(folder: Path) -> list[str]:
 # By each name of a format that the kernels have.
 _ITEM_BYTES = {name: one.num_bytes for one in NATIVE.values() for name in (one.name, one.short, one.stored)}
 # Bytes of a number in a linear layer.
+_COMPACT_BYTES = 1.5
 _QUANTISED_BYTES = {"int8": 1.0, "int8-groups": 1.0625, "int4": 0.5}
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def least_weight_bytes(folder: Path, dtype: str, quantization: str, *, map_embeddings: bool) -> int:
+def least_weight_bytes(
+    folder: Path, dtype: str, quantization: str, *, map_embeddings: bool, compact: bool = False
+) -> int:
     """Lower bound on the bytes that loading `folder` as `--dtype` and `--quantization` needs for its matrices.
 
-    The embedding does not count if `map_embeddings` allows mapping it. 0 if the kernels have no such format, the
+    The embedding does not count if `map_embeddings` allows mapping it. `compact`: weights in bfloat16 may be
+    (layers/linear/compact.py). 0 if the kernels have no such format, the
     checkpoint is quantised, or anything is wrong with the folder: the loader reports that.
     """
     try:
@@ -160,7 +164,8 @@ def least_weight_bytes(folder: Path, dtype: str, quantization: str, *, map_embed
             return 0
         matrices = {name: one for name, one in tensors.items() if len(one.shape) == 2}
         item = _item_bytes(matrices, config.get("dtype", config.get("torch_dtype")), dtype)
-        total = _layers(matrices, item, quantization) + _head(matrices, item, quantization)
+        each = _COMPACT_BYTES if compact and item == _ITEM_BYTES["bfloat16"] else item
+        total = _layers(matrices, each, quantization) + _head(matrices, each, quantization)
         if _has_table(matrices, quantization, is_tied=config.get("tie_word_embeddings") is not False):
             table = matrices[_ends(matrices)[0]]
             is_mapped = map_embeddings and _ITEM_BYTES.get(table.dtype) == item
@@ -183,12 +188,12 @@ def _ends(matrices: dict[str, StoredTensor]) -> list[str]:
     return [name for name in (_EMBEDDING, _LM_HEAD) if name in matrices]
 
 
-def _layers(matrices: dict[str, StoredTensor], item: int, quantization: str) -> float:
+def _layers(matrices: dict[str, StoredTensor], item: float, quantization: str) -> float:
     each = _QUANTISED_BYTES.get(quantization, item)
     return sum(one.shape[0] * one.shape[1] * each for name, one in matrices.items() if name not in _ends(matrices))
 
 
-def _head(matrices: dict[str, StoredTensor], item: int, quantization: str) -> float:
+def _head(matrices: dict[str, StoredTensor], item: float, quantization: str) -> float:
     rows, columns = matrices[_ends(matrices)[-1]].shape
     # int8 for either of the two quantizations.
     return rows * columns * (_QUANTISED_BYTES["int8"] if quantization in _QUANTISED_BYTES else item)

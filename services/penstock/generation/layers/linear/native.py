@@ -32,6 +32,7 @@ from penstock.generation.layers.linear.base import (
     WholeWeight,
     importance,
 )
+from penstock.generation.layers.linear.compact import CompactPacking
 from penstock.generation.layers.linear.gguf_blocks import block_table, fill_blocks, table_bytes
 from penstock.generation.layers.linear.int8_groups import TurnedWeight, has_groups, mean_scale_of_groups
 from penstock.generation.rounding.rotation import natural_scale, rotation_block
@@ -307,19 +308,22 @@ class NativeLinearMethod(LinearMethod):
 
     groups_experts = True
 
-    def __init__(self, format: Format, head: Format | None = None, *, arena: Arena | None = None) -> None:
+    def __init__(
+        self, format: Format, head: Format | None = None, *, arena: Arena | None = None, compact: bool = False
+    ) -> None:
         """Take the format of the layers, `head` for another one of the last layer, and `arena` for the weights' memory
-        until it is used up."""
+        until it is used up. `compact`: weights in bfloat16 take fewer bytes (compact.py)."""
         self.name = f"native {format.name.lower()}"
         self.weighs_inputs = format is Format.INT4
         self._format = format
         self._head = format if head is None else head
         self._slabs = Slabs(arena)
+        self._packing = CompactPacking() if compact else None
 
     @override
     def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
         """Packs the weight as it is read."""
-        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=False))
+        return NativeLinear(self._packed(weight_OI, bias_O, self._format, gated=False))
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return self.linear(weight_OI, bias_O)
@@ -333,11 +337,16 @@ class NativeLinearMethod(LinearMethod):
         activation: Activation = Activation.SILU,
     ) -> Linear:
         """The halves are combined before anything is written."""
-        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True), activation)
+        return NativeLinear(self._packed(weight_OI, bias_O, self._format, gated=True), activation)
 
     @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        return NativeLinear(_pack(weight_VI, None, self._head, self._slabs, gated=False))
+        return NativeLinear(self._packed(weight_VI, None, self._head, gated=False))
+
+    def _packed(
+        self, weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, *, gated: bool
+    ) -> PackedWeight:
+        return _pack(weight_OI, bias_O, format, self._slabs, gated=gated, packing=self._packing)
 
     @override
     def whole(
@@ -365,7 +374,13 @@ class NativeLinearMethod(LinearMethod):
 
 
 def _pack(
-    weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
+    weight_OI: Tensor | Weight,
+    bias_O: Tensor | None,
+    format: Format,
+    slabs: Slabs,
+    *,
+    gated: bool,
+    packing: CompactPacking | None,
 ) -> PackedWeight:
     outputs, inputs = weight_OI.shape
     format = kept_format(format, "", inputs)
@@ -374,7 +389,9 @@ def _pack(
         assert packed is not None, "there is one type of blocks"
         return packed
     sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
-    weight = slabs.take(sizes["weight"][1])
+    if format is not Format.BF16:
+        packing = None
+    weight = (slabs.take if packing is None else packing.room)(sizes["weight"][1])
     scale, sums = (
         torch.empty(count, dtype=dtype)
         for dtype, count in (sizes.get("scale", (torch.float32, 0)), sizes.get("sum", (torch.int32, 0)))
@@ -387,6 +404,8 @@ def _pack(
         if bad >= 0:
             raise NotFinite(first + bad)
         first += piece.shape[0]
+    if packing is not None:
+        weight = packing.finish(weight, inputs, slabs.take)
     return PackedWeight(
         (outputs, inputs),
         weight_OI.dtype,

@@ -407,6 +407,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .out_stride = 0,
         .out_bf16 = false,
         .gate = layer.gate,
+        .is_compact = layer.is_compact,
     };
   }
 
@@ -456,6 +457,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     args.format = layer.format;
     args.weight = (const char*)layer.weight.const_data_ptr();
     args.granules = layer.granules;
+    args.is_compact = layer.is_compact;
     const LinearShare share(args, rows, layer.panels, threads);
     return {share.beginning(args, thread), std::min(bytes, share.bytes_of(args, thread))};
   }

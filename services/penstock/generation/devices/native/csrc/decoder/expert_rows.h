@@ -75,6 +75,7 @@ class ExpertInputs {
         .out_stride = 0,
         .out_bf16 = false,
         .gate = layer.gate,
+        .is_compact = layer.is_compact,
     };
   }
 

@@ -59,6 +59,7 @@ struct Linear {
   at::Tensor weight;
   std::optional<at::Tensor> bias, scale, sum, offset;
   int64_t inputs, width, granules, panels;
+  bool is_compact;
   Gate gate;
 
   // Takes the tensors `name`.weight, `name`.bias, `name`.scale, `name`.sum and `name`.offset.
@@ -75,6 +76,7 @@ struct Linear {
         width(width),
         granules(granules_of(format, inputs)),
         panels(panels_of(weight, format, inputs, granules, width, gate != Gate::NONE)),
+        is_compact(panels > 0 && penstock::is_compact(weight, format, granules, panels)),
         gate(gate) {
     TORCH_CHECK(panels > 0 && width <= panels * (gate == Gate::NONE ? PANEL : PANEL / 2),
                 "a weight has the wrong size");

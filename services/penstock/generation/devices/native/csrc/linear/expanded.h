@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "linear/compact_granules.h"
 #include "linear/group_scales.h"
 #include "linear/products.h"
 
@@ -114,6 +115,31 @@ static void expand_weight(const char* w, int64_t granules, char* to) {
         std::memcpy(to + (((v / W) * granules + g) * U::COUNT + u) * HALF * 4 + v % W * sizeof(vi),
                     &units[u], sizeof(vi));
     }
+}
+
+// The same of granules of a compact weight from `first` on.
+template <class U>
+static void expand_compact(const LinearArgs& a, int64_t panel, int64_t first, int64_t granules,
+                           char* to) {
+  const CompactPanel from(a.weight, panel, a.granules);
+  const PairReader reader(*from.line);
+  Exceptions exceptions(from, first);
+  const char* pair = from.pairs + first / 2 * PAIR_BYTES;
+  const auto granule = [&](int64_t g, int place) __attribute__((always_inline)) {
+    vi w[2 * W];
+    reader.read(pair, place, w);
+    exceptions.put(first + g, w);
+    for (int v = 0; v < 2 * W; ++v) {
+      vi units[U::COUNT];
+      U::of_weight(w[v], units);
+      for (int u = 0; u < U::COUNT; ++u)
+        std::memcpy(to + (((v / W) * granules + g) * U::COUNT + u) * HALF * 4 + v % W * sizeof(vi),
+                    &units[u], sizeof(vi));
+    }
+  };
+  int64_t g = 0;
+  for (; g + 2 <= granules; g += 2, pair += PAIR_BYTES) granule(g, 0), granule(g + 1, 1);
+  if (g < granules) granule(g, 0);
 }
 
 template <class U>
@@ -284,19 +310,17 @@ static void sum_units(const LinearArgs& a, const LinearTask& task, A add, F fini
       const int64_t from = begin(p), count = begin(p + 1) - from;
       const UnitRows x = unit_rows<U>(a, task, from, count);
       for (int64_t panel = first; panel < last; ++panel) {
-        const auto weight = [&](int64_t panel, int64_t granule) {
-          return a.weight + (panel * a.granules + granule) * PANEL * 4;
-        };
-        const char* next = panel + 1 < last ? weight(panel + 1, from)
-                           : p + 1 < parts  ? weight(first, begin(p + 1))
-                                            : weight(last, 0);
-        const char* w = weight(panel, from);
+        const char* next = panel + 1 < last ? granule_at(a, panel + 1, from)
+                           : p + 1 < parts  ? granule_at(a, first, begin(p + 1))
+                                            : panel_at(a, last);
+        const char* w = granule_at(a, panel, from);
         if constexpr (U::EXPANDS_WEIGHT) {
-          expand_weight<U>(w, count, units);
+          a.is_compact ? expand_compact<U>(a, panel, from, count, units)
+                       : expand_weight<U>(w, count, units);
           w = units;
         }
         add(Run{task.first_row, rows}, x, panel, from, count, w,
-            Ahead{next, next + count * PANEL * 4}, blocks[panel - first]);
+            Ahead{next, next + stored_bytes(a, count)}, blocks[panel - first]);
         if (p + 1 == parts) finish(panel, blocks[panel - first]);
       }
     }

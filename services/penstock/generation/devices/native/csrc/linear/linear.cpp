@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <optional>
 #include <vector>
 
+#include "linear/compact_granules.h"
 #include "linear/expanded.h"
 #include "linear/gguf_blocks.h"
 #include "linear/group_scales.h"
@@ -76,7 +78,8 @@ struct INT8 {
 constexpr int FETCHING_ROWS = 6;
 constexpr int64_t FETCH_AHEAD = 8 << 10;
 
-static inline void fetch(const char* weight, int64_t bytes) {
+// Inline always: GCC leaves out calls of a function that does nothing else.
+__attribute__((always_inline)) static inline void fetch(const char* weight, int64_t bytes) {
   // The last line first: in the order of the weight it disturbs the hardware's own prefetch.
   for (int64_t i = bytes - 64; i >= 0; i -= 64) __builtin_prefetch(weight + FETCH_AHEAD + i, 0, 2);
 }
@@ -105,6 +108,9 @@ struct Part {
   int64_t first, last;
   bool is_last;
   bool is_new;  // no tile has read it yet
+  // Of a compact weight, for the tile that reads it: the panel; null for the others, that read `w`.
+  const CompactPanel* compact;
+  char* kept;  // null: there are no others
 };
 
 template <class F, int M>
@@ -127,6 +133,53 @@ static inline void add_up(const int32_t* x, int64_t stride, const Part& part,
   for (int64_t g = whole; g < granules; ++g) granule(g);
 }
 
+// bfloat16 of a compact weight: its granules are read in vectors as they are multiplied. KEEPS: and
+// are put to `kept`, where the next tiles read them.
+template <bool KEEPS>
+struct CompactBF16 : BF16 {
+  template <int M>
+  __attribute__((always_inline)) static void add_up(const int32_t* x, int64_t stride,
+                                                    const Part& part, vf (&sum)[M][V]);
+};
+
+template <bool KEEPS>
+template <int M>
+void CompactBF16<KEEPS>::add_up(const int32_t* x, int64_t stride, const Part& part,
+                                vf (&sum)[M][V]) {
+  const CompactPanel& panel = *part.compact;
+  const PairReader reader(*panel.line);
+  Exceptions exceptions(panel, part.first);
+  // Of their own: what is written to `kept` might change those of `part`.
+  const int64_t first = part.first, last = part.last;
+  char* kept = part.kept;
+  const char* pair = panel.pairs + first / 2 * PAIR_BYTES;
+  x -= first;
+  const auto granule = [&](int64_t g, int place) __attribute__((always_inline)) {
+    vi w[V];
+    reader.read(pair, place, w);
+    exceptions.put(g, w);
+    if constexpr (KEEPS)
+      for (int v = 0; v < V; ++v, kept += sizeof(vi)) std::memcpy(kept, &w[v], sizeof(vi));
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[m][v] = dot(sum[m][v], x[m * stride + g], w[v]);
+  };
+  int64_t g = first;
+  // One pair in a turn: with more the compiler puts sums aside for vectors that it reads early.
+#pragma GCC unroll 1
+  for (; g + 2 <= last; g += 2, pair += PAIR_BYTES) {
+    if constexpr (M >= FETCHING_ROWS) fetch(pair, PAIR_BYTES);
+    granule(g, 0), granule(g + 1, 1);
+  }
+  if (g < last) granule(g, 0);
+}
+
+template <class F>
+constexpr bool IS_COMPACT = false;
+template <bool KEEPS>
+constexpr bool IS_COMPACT<CompactBF16<KEEPS>> = true;
+
 // Sums of a tile: 32-bit floats or integers, as its format has them, and the scaled result in their
 // place at the end.
 template <class F, int M>
@@ -137,7 +190,10 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& pa
   Sum sum[M][V];
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) sum[m][v] = part.first == 0 ? Sum{} : (Sum)load(&block[m][v * L]);
-  add_up<F, M>(x, a.x_stride, part, sum);
+  if constexpr (IS_COMPACT<F>)
+    F::template add_up<M>(x, a.x_stride, part, sum);
+  else
+    add_up<F, M>(x, a.x_stride, part, sum);
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) {
       vf value = (vf)sum[m][v];
@@ -247,7 +303,10 @@ static Tile pick(int rows) {
       return tile<F, M>;
   }
 }
-static Tile pick(const LinearArgs& a, int rows) {
+static Tile pick(const LinearArgs& a, const Part& part, int rows) {
+  if (part.compact != nullptr)
+    return part.kept != nullptr ? pick<CompactBF16<true>, TILE>(rows)
+                                : pick<CompactBF16<false>, TILE>(rows);
   switch (a.format) {
     case Format::F32:
       return pick<F32, TILE>(rows);
@@ -460,28 +519,37 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
   const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
   const int64_t parts = (a.granules + PART - 1) / PART;
   alignas(64) float blocks[ROW_BLOCK][PANEL];
-  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel)
+  std::optional<CompactPanel> compact;
+  // A small tile reads it again in less time than from where it was put.
+  char* const kept =
+      a.is_compact && tiles > 1 && L == 16 ? unpacked_memory(PART + UNROLL) : nullptr;
+  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel) {
+    if (a.is_compact) compact.emplace(a.weight, panel, a.granules);
     for (int64_t p = 0; p < parts; ++p) {
       // Whole groups of int4, whole turns of the unrolled loop.
       const int64_t from = a.granules * p / parts / UNROLL * UNROLL;
       const int64_t to =
           p + 1 < parts ? a.granules * (p + 1) / parts / UNROLL * UNROLL : a.granules;
       Part part{
-          .w = a.weight + (panel * a.granules + from) * PANEL * 4,
+          .w = kept != nullptr ? kept : granule_at(a, panel, from),
           .first = from,
           .last = to,
           .is_last = p + 1 == parts,
           .is_new = true,
+          .compact = compact ? &*compact : nullptr,
+          .kept = kept,
       };
       for (int64_t t = 0; t < tiles; ++t, part.is_new = false) {
+        if (t > 0 && kept != nullptr) part.compact = nullptr;
         const int64_t first = first_of(rows, t, tiles), last = first_of(rows, t + 1, tiles);
-        pick(a, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
+        pick(a, part, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
         const bool fetches = part.is_new && last - first >= FETCHING_ROWS;
-        const Beyond beyond{fetches ? a.weight + (panel + 1) * a.granules * PANEL * 4 : nullptr};
+        const Beyond beyond{fetches ? panel_at(a, panel + 1) : nullptr};
         finish_rows(a, task.first_row + first, last - first, panel, blocks + first, beyond);
       }
     }
+  }
 }
 
 // Quantises `n` values with one scale, `most` the largest magnitude; returns the sum of the stored

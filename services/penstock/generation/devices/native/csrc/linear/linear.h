@@ -122,6 +122,8 @@ struct LinearArgs {
   int32_t* highest_panel = nullptr;
   // Null: no row has an adapter.
   const AdapterRows* adapters = nullptr;
+  // BF16: the weight is as compact.h has it.
+  bool is_compact = false;
 };
 
 // Rows times panels of one thread.

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "linear/compact.h"
 #include "linear/gguf_blocks.h"
 #include "linear/linear.h"
 #include "util/dispatch.h"
@@ -20,6 +21,7 @@ inline int64_t granules_of(Format format, int64_t inputs) {
 
 // Byte of a weight at which a panel begins; the end of the last for the number of panels.
 inline int64_t panel_offset(const LinearArgs& args, int64_t panel) {
+  if (args.is_compact) return panel * CompactPanel::bytes(args.granules);
   return args.format == Format::GGUF ? PanelTable(args.weight).offset(panel)
                                      : panel * args.granules * PANEL * 4;
 }

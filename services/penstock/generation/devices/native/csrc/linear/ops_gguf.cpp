@@ -10,11 +10,12 @@ namespace penstock {
 
 int64_t panels_of(const at::Tensor& weight, Format format, int64_t inputs, int64_t granules,
                   int64_t width, bool gated) {
-  if (format != Format::GGUF) {
-    const int64_t bytes = granules * PANEL * 4, panels = weight.numel() / bytes;
-    return panels * bytes == weight.numel() ? panels : -1;
-  }
   const int64_t columns = gated ? PANEL / 2 : PANEL, panels = (width + columns - 1) / columns;
+  if (is_compact(weight, format, granules, panels)) return panels;
+  if (format != Format::GGUF) {
+    const int64_t bytes = granules * PANEL * 4, whole = weight.numel() / bytes;
+    return whole * bytes == weight.numel() ? whole : -1;
+  }
   const PanelTable table((const char*)weight.const_data_ptr());
   return table.is_whole(weight.nbytes(), panels, inputs) ? panels : -1;
 }

@@ -203,6 +203,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
       .out_stride = width,
       .out_bf16 = out_bf16,
       .gate = Gate(gate),
+      .is_compact = is_compact(weight, format, granules, panels),
   };
   at::Tensor source, scale, sum;
   if (format >= Format::INT8) {
@@ -265,8 +266,17 @@ at::Tensor packed_rows(const at::Tensor& weight, const int64_t* id, int64_t coun
     TORCH_CHECK_INDEX(id[row] >= 0 && id[row] < outputs, "index out of range in self");
   const char* source = (const char*)weight.const_data_ptr<uint8_t>();
   char* target = (char*)out.data_ptr();
+  const bool compact = is_compact(weight, bf16 ? Format::BF16 : Format::F32, granules,
+                                  (outputs + PANEL - 1) / PANEL);
   at::parallel_for(0, count, grain(inputs * 2), [&](int64_t first, int64_t last) {
+    std::vector<char> whole(compact ? granules * 4 : 0);
     for (int64_t row = first; row < last; ++row) {
+      if (compact) {
+        const CompactPanel panel(source, id[row] / PANEL, granules);
+        unpack_column(panel, granules, int(id[row] % PANEL), whole.data());
+        std::memcpy(target + row * inputs * size, whole.data(), inputs * size);
+        continue;
+      }
       const char* from = source + id[row] / PANEL * granules * PANEL * 4 + id[row] % PANEL * 4;
       char* to = target + row * inputs * size;
       for (int64_t g = 0; g < granules; ++g)

@@ -11,6 +11,9 @@ namespace penstock {
 int64_t panels_of(const at::Tensor& weight, Format format, int64_t inputs, int64_t granules,
                   int64_t width, bool gated);
 
+// True for a weight that compact.h describes: any other has its panels whole.
+bool is_compact(const at::Tensor& weight, Format format, int64_t granules, int64_t panels);
+
 // (count, inputs): rows `ids` of a packed weight of `outputs` rows in bfloat16 or float32.
 // IndexError for an id beyond them.
 at::Tensor packed_rows(const at::Tensor& weight, const int64_t* ids, int64_t count, int64_t inputs,

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "linear/compact_granules.h"
 #include "linear/products.h"
 
 namespace penstock {
@@ -106,10 +107,11 @@ static void sum_tiled(const LinearArgs& a, const LinearTask& task, F finish) {
   const int64_t all = task.last_row - task.first_row;
   // The shapes stay as they are while blocks have as many rows.
   int64_t shaped = 0;
+  char* unpacked = a.is_compact ? unpacked_memory(TILED_PART) : nullptr;
   for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel)
     for (int64_t first = 0, last; first < a.granules; first = last) {
       last = std::min(first + TILED_PART, a.granules);
-      const char* w = a.weight + (panel * a.granules + first) * PANEL * 4;
+      const char* w = whole_granules(a, panel, first, last - first, unpacked);
       for (int64_t begin = 0; begin < all; begin += BLOCK_ROWS) {
         const int64_t row = task.first_row + begin, rows = std::min(BLOCK_ROWS, all - begin);
         if (rows != shaped) set_shapes(shapes_of(rows)), shaped = rows;
