@@ -21,10 +21,10 @@ def use_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home()))
 
 
-def native_device() -> CPUDevice:
+def native_device(compact_weights: str = "auto") -> CPUDevice:
     """Make a device with the kernels."""
     device = CPUDevice()
-    device.start(kernels="native")
+    device.start(kernels="native", compact_weights=compact_weights)
     return device
 
 
@@ -34,9 +34,9 @@ def packed(folder: Path, output: Path, **options: Any) -> Path:
     return output
 
 
-def load(folder: Path, **options: str) -> CausalLM:
+def load(folder: Path, *, compact_weights: str = "auto", **options: str) -> CausalLM:
     """Load the folder on the kernels."""
-    return load_model(folder, device=native_device(), **options)  # type: ignore[arg-type]
+    return load_model(folder, device=native_device(compact_weights), **options)  # type: ignore[arg-type]
 
 
 def read(folder: Path) -> tuple[dict[str, Any], int]:
