@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # All tests of the kernels' inputs and outputs.
 TESTS = (
     "tests/unit/generation/**/test_native_*.py",
+    "tests/unit/generation/layers/linear/test_compact.py",
     "tests/unit/generation/layers/linear/test_tiles.py",
     "tests/unit/generation/layers/test_expert*.py",
     "tests/unit/generation/layers/test_head_products.py",

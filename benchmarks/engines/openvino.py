@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from benchmarks.engines.base import Adapter, Settings, TokenTimes
+from benchmarks.engines.base import Adapter, Settings, TextScores, TokenTimes
 
 PRECISIONS = {"bf16": "bf16", "fp32": "f32", "int8": "bf16", "int4": "bf16"}
 GIB = 1 << 30
@@ -80,18 +80,11 @@ class OpenVino(Adapter):
 
     @override
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        import numpy
-
         times = TokenTimes(len(prompts))
-        handles = []
-        for prompt, wanted in zip(prompts, outputs, strict=True):
-            config = self._genai.GenerationConfig()
-            config.max_new_tokens = wanted
-            config.ignore_eos = True
-            config.set_eos_token_id(0)  # it refuses a model that has none
-            config.do_sample = False
-            ids = self._tensor(numpy.array([prompt], dtype=numpy.int64))
-            handles.append(self._pipe.add_request(next(self._ids), ids, config))
+        handles = [
+            self._pipe.add_request(next(self._ids), self._prompt(prompt), self._config(wanted))
+            for prompt, wanted in zip(prompts, outputs, strict=True)
+        ]
         while self._pipe.has_non_finished_requests():
             self._pipe.step()
             for index, handle in enumerate(handles):
@@ -99,6 +92,38 @@ class OpenVino(Adapter):
                     for output in handle.read().values():
                         times.add(index, len(output.generated_ids))
         return times.times
+
+    def _prompt(self, ids: list[int]) -> Any:
+        import numpy
+
+        return self._tensor(numpy.array([ids], dtype=numpy.int64))
+
+    def _config(self, wanted: int) -> Any:
+        """Options of a greedy answer of `wanted` tokens."""
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = wanted
+        config.ignore_eos = True
+        config.set_eos_token_id(0)  # it refuses a model that has none
+        config.do_sample = False
+        return config
+
+    @override
+    def score(self, documents: list[list[int]]) -> TextScores:
+        """The prompt's log-probabilities, which an answer has beside its own when it repeats the prompt. Which id is
+        likeliest is not told."""
+        scores = TextScores()
+        for ids in documents:
+            config = self._config(1)
+            config.echo, config.logprobs = True, 1
+            handle = self._pipe.add_request(next(self._ids), self._prompt(ids), config)
+            while self._pipe.has_non_finished_requests():
+                self._pipe.step()
+            (output,) = handle.read_all()
+            if list(output.generated_ids)[: len(ids)] != ids:
+                raise RuntimeError("the answer does not begin with its prompt")
+            # The first token has nothing before it.
+            scores.log_probabilities.extend(output.generated_log_probs[1 : len(ids)])
+        return scores
 
     @override
     def version(self) -> str:

@@ -138,8 +138,9 @@ class ModelOptions:
     compact_weights: str = option(
         "auto",
         "Keep weights in bfloat16 in some three quarters of their bytes, without loss: a faster step of few sequences, "
-        "and the same ids (C++ kernels). auto: on with AVX-512, off with AVX2, where steps of some sequences become "
-        "slower, and with AMX and on Arm, where it is not measured. A folder of `penstock pack` is read as it is.",
+        "and the same ids (C++ kernels). auto: on with AVX-512 (steps of eight and more sequences may become slower "
+        "by a twentieth), off with AVX2, where they lose more, and with AMX and on Arm, where it is not measured. A "
+        "folder of `penstock pack` is read as it is.",
         group=MODEL,
     )
 

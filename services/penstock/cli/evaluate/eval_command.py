@@ -165,7 +165,11 @@ class Evaluation:
             from penstock.generation.devices.cpu import CPUDevice
 
             self._device = CPUDevice()
-            self._device.start(num_threads=self.config.threads, kernels=self.config.kernels)
+            self._device.start(
+                num_threads=self.config.threads,
+                kernels=self.config.kernels,
+                compact_weights=self.config.compact_weights,
+            )
         try:
             return Made(folder, self._device, NumberFormat.parse(text), longest, self.config.chunk)
         except StartupError as error:

@@ -61,6 +61,7 @@ class EvalConfig:
     )
     threads: int | None = _as_served("threads")
     kernels: str = _as_served("kernels")
+    compact_weights: str = _as_served("compact_weights")
 
     reference: str = option(
         TRANSFORMERS,

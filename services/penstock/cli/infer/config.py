@@ -25,8 +25,9 @@ ENGINE = "vllm://"
 AUTO, LLAMA3, CHAT, NONE = "auto", "llama3", "chat", "none"
 # Flags of `penstock serve generation` for the model in this process.
 ENGINE_OPTIONS = (
-    "device", "dtype", "quantization", "threads", "kernels", "lora", "adapter_memory", "kv_memory", "kv_cache_dtype",
-    "block_size", "max_context", "prefix_cache", "max_batch_tokens", "max_running_sequences", "tune_seconds",
+    "device", "dtype", "quantization", "threads", "kernels", "compact_weights", "lora", "adapter_memory", "kv_memory",
+    "kv_cache_dtype", "block_size", "max_context", "prefix_cache", "max_batch_tokens", "max_running_sequences",
+    "tune_seconds",
 )  # fmt: skip
 # Options that only sampling reads.
 _DRAWN = ("temperature", "top_k", "top_p", "min_p")

@@ -96,6 +96,11 @@ class Device(ABC):
         Raises StartupError naming --quantization when this device or dtype cannot.
         """
 
+    @property
+    def compacts_weights(self) -> bool:
+        """True where weights in bfloat16 become compact (layers/linear/compact.py); to be asked after `start`."""
+        return False
+
     def brief_linear_method(self, dtype: torch.dtype) -> LinearMethod:
         """Return a method that stores and multiplies weights as `dtype`, for weights that are here for a moment."""
         return self.linear_method(dtype)

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from penstock.generation.host.mapped import MappedFile
 
 _log = get_logger("penstock.generation")
-# Instruction sets with which compact weights were measured to be faster for few sequences and as fast for many.
+# Instruction sets with which compact weights were measured to be faster for few sequences, and slower by at most a
+# twentieth for some more (docs/guide/performance.md).
 _FASTER_COMPACT = ("avx512",)
 
 
@@ -105,6 +106,11 @@ class CPUDevice(Device):
             _log.warning("the checkpoint's float16 is loaded as bfloat16: this CPU has no float16 arithmetic")
             return torch.bfloat16
         return checkpoint if checkpoint in COMPUTED_DTYPES.values() else torch.float32
+
+    @property
+    @override
+    def compacts_weights(self) -> bool:
+        return self._compact_weights
 
     @override
     def memory(self) -> DeviceMemory:

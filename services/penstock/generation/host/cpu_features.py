@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import platform
-import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from penstock.common.dtypes import dtype_name
 from penstock.common.environment import torch_cpu_capability
+from penstock.generation.host.cpu_flags import cpu_flags
 
 # Rows of the test products: oneDNN has other code for one row.
 _ROWS = (1, 16)
@@ -110,11 +110,8 @@ def native_sets() -> tuple[str, ...]:
 
 def has_wide_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """True unless Linux says that this CPU lacks the wider of native_sets()."""
-    try:
-        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:
-        flags = None
-    return flags is None or _WIDE_FLAGS.get(platform.machine(), set()) <= set(flags[1].split())
+    flags = cpu_flags(cpuinfo)
+    return flags is None or _WIDE_FLAGS.get(platform.machine(), set()) <= flags
 
 
 def describe_onednn() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from penstock.common.logging import get_logger
 from penstock.generation.layers.linear.base import INT4, INT8
 from penstock.generation.models.decoder import CausalLM
@@ -42,7 +44,24 @@ def warn_of_format(quantization: str, model: LanguageModel) -> None:
     else:
         form, known = quantization, SURPRISES
         if isinstance(model, CausalLM) and model.layers:
-            form = model.layers[0].quantisable[0].quantised_as
+            form = _form_of(model)
     if form in known:
         cost, advice = known[form]
         _log.warning("this number format is far from float32", format=form, cost=cost, advice=advice)
+
+
+def warn_of_whole_weights(model: LanguageModel, *, is_packed: bool) -> None:
+    """Log a warning where --compact-weights on changes nothing."""
+    is_quantised = isinstance(model, CausalLM) and bool(model.layers) and bool(_form_of(model))
+    if is_packed:
+        cause = "a folder of `penstock pack` is read as it is"
+    elif is_quantised or model.dtype is not torch.bfloat16:
+        cause = "it is for weights in bfloat16, and these are not"
+    else:
+        return
+    _log.warning("--compact-weights on changes nothing here", cause=cause)
+
+
+def _form_of(model: CausalLM) -> str:
+    """Format of the first layer's matrices; empty: they are numbers of the model's dtype."""
+    return model.layers[0].quantisable[0].quantised_as

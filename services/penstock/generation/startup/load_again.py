@@ -42,7 +42,7 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
         raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels, compact_weights=config.compact_weights)
-    check_room(config, files.folder, found, None, device.memory().available)
+    check_room(config, replace(files, config=found), device, None, device.memory().available)
     model = read_model(config, files.folder, device, count)
     if model.config != old:
         raise StartupError("MODEL's weights have another number format: start a process for them", flag="MODEL")

@@ -6,6 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from penstock.common.environment import current_environment
 from penstock.common.errors import InvalidArgument, PenstockError, StartupError
 from penstock.common.logging import get_logger
@@ -16,6 +18,7 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.device_registry import open_device
+from penstock.generation.devices.torch_dtypes import named_dtype
 from penstock.generation.host.memory import REST, format_weights, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.draft_head import DraftHead
@@ -27,7 +30,7 @@ from penstock.generation.parallel.leader import LeaderModel, lead
 from penstock.generation.parallel.meeting import Meeting
 from penstock.generation.parallel.processes import Ranks
 from penstock.generation.startup.draft_model import load_draft_weights
-from penstock.generation.startup.format_warning import warn_of_format
+from penstock.generation.startup.format_warning import warn_of_format, warn_of_whole_weights
 from penstock.generation.startup.load_head import load_draft_head
 from penstock.generation.startup.memory_check import (
     check_kv_memory,
@@ -103,9 +106,11 @@ def load_weights(start: Start, files: ModelFiles, begun: Begun) -> LoadedWeights
         available = device.memory().available + (0 if arena is None else arena.num_touched)
         # What the ranks of a model have in all.
         whole = available if device.ranks_share_memory else available * config.tensor_parallel
-        check_room(config, files.folder, files.config, parse_memory(config.kv_memory), whole)
+        check_room(config, files, device, parse_memory(config.kv_memory), whole)
         model = _load_model(start, files, device, ranks)
         warn_of_format(config.quantization, model)
+        if config.compact_weights == "on":
+            warn_of_whole_weights(model, is_packed=is_packed(files.folder))
         draft = load_draft_weights(config, files.folder, device, start.show)
         head = load_draft_head(config, files.folder, model, device, start.show)
         if arena is not None:
@@ -132,21 +137,32 @@ def _check_least_kv(config: GenerationServiceConfig, files: ModelFiles, device: 
 
 
 def check_room(
-    config: GenerationServiceConfig, folder: Path, model: ModelConfig, kv_memory: int | None, available: int
+    config: GenerationServiceConfig, files: ModelFiles, device: Device, kv_memory: int | None, available: int
 ) -> None:
-    """Refuse weights, and a KV pool beside them, that `available` bytes cannot hold, before any is read."""
+    """Refuse weights, and a KV pool beside them, that `available` bytes cannot hold, before any is read.
+
+    `device` has started.
+    """
+    folder, model = files.folder, files.config
     # Transformers reads all of them before any is quantised.
     is_as_stored = is_packed(folder) or model.route == "fallback"
-    check_weights(stored_weight_bytes(folder), None if is_as_stored else model, config.quantization, available)
+    compact = device.compacts_weights and _is_bfloat16(config.dtype, model)
+    stored = stored_weight_bytes(folder)
+    check_weights(stored, None if is_as_stored else model, config.quantization, available, compact=compact)
     if kv_memory is not None and not is_as_stored:
         least = least_weight_bytes(
             folder,
             config.dtype,
             config.quantization,
             map_embeddings=config.map_embeddings,
-            compact=config.compact_weights != "off",
+            compact=device.compacts_weights,
         )
         check_kv_memory(least, kv_memory, available)
+
+
+def _is_bfloat16(wanted: str, model: ModelConfig) -> bool:
+    """True where the weights are in bfloat16 in the files and in memory."""
+    return model.checkpoint_dtype == "bfloat16" and (wanted == "auto" or named_dtype(wanted) is torch.bfloat16)
 
 
 def adapter_opener(config: GenerationServiceConfig, model: LanguageModel) -> OpenAdapter:

@@ -17,6 +17,8 @@ from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_
 # Bytes per weight of a linear layer, with its part of the scales: quantised here, or by a form that was kept with its
 # own scales.
 _QUANTISED_BYTES = {"int8": 1.0, INT8_GROUPS: 1.0625, "int4": 0.5625, FP8: 1.0}
+# Of the bytes of weights in bfloat16 (12.1 bits of 16), with some matrices that stay whole.
+_COMPACT_SHARE = 0.78
 _KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75} | {
     kind.name.lower(): kind.num_bytes / kind.numbers for kind in TYPES.values()
 }
@@ -31,12 +33,17 @@ def stored_weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
-def check_weights(stored: int, model: ModelConfig | None, quantization: str, available: int) -> None:
+def check_weights(
+    stored: int, model: ModelConfig | None, quantization: str, available: int, *, compact: bool = False
+) -> None:
     """Refuse `stored` bytes of weights that do not fit into `available` bytes.
 
-    `model`: the weights' configuration; None where they are used as they are stored. Raises DoesNotFit naming MODEL.
+    `model`: the weights' configuration; None where they are used as they are stored. `compact`: those in bfloat16
+    become so (layers/linear/compact.py). Raises DoesNotFit naming MODEL.
     """
     weights = stored if model is None else _loaded_bytes(stored, model, quantization)
+    if compact and model is not None and weights == stored:
+        weights = _compact_bytes(stored, model)
     if weights > available:
         raise DoesNotFit(
             f"the weights take {format_size(weights)} and {format_size(available)} of memory is free: "
@@ -81,6 +88,16 @@ def check_least_kv(
             f"sequence of the whole context ({context} tokens) {format_size(whole)}; give it that, or leave it out",
             flag="--kv-memory",
         )
+
+
+def _compact_bytes(stored: int, model: ModelConfig) -> int:
+    """Estimate the peak of loading `stored` bytes in bfloat16 as compact ones: beside them one matrix lies whole, and
+    gate and up are one."""
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
+    table = sizes[EMBEDDING] if LM_HEAD in sizes else 0
+    most = max(2 * max((size for name, size in sizes.items() if name != EMBEDDING), default=0), sizes[EMBEDDING])
+    whole = stored * table / sum(sizes.values())
+    return min(stored, int(whole + (stored - whole) * _COMPACT_SHARE)) + 2 * most
 
 
 def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:

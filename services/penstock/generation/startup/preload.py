@@ -8,12 +8,13 @@ from pathlib import Path
 
 from penstock.common.checkpoint import resolve_model
 from penstock.common.deferred import defer
-from penstock.common.environment import cache_folder, system_folder
+from penstock.common.environment import cache_folder, system_folder, torch_cpu_capability
 from penstock.common.errors import StartupError
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import CONFIG_FILE, read_json
 from penstock.generation.devices.native import LIBRARY
 from penstock.generation.host.arena import Arena, open_arena
+from penstock.generation.host.cpu_flags import cpu_flags
 from penstock.generation.host.mapped import populate_beside
 from penstock.generation.host.memory import host_memory
 from penstock.generation.parallel.begun import BegunRanks
@@ -123,10 +124,18 @@ def _arena(config: GenerationServiceConfig) -> Arena | None:
         config.dtype,
         config.quantization,
         map_embeddings=config.map_embeddings,
-        compact=config.compact_weights != "off",
+        compact=_will_compact(config.compact_weights),
     )
     _, available = host_memory()
     return open_arena(num_bytes, UNTOUCHED_BYTES) if num_bytes + _BESIDE_BYTES <= available else None
+
+
+def _will_compact(wanted: str) -> bool:
+    """Guess whether weights become compact, as devices/cpu.py decides once torch is there."""
+    if wanted != "auto":
+        return wanted == "on"
+    flags = cpu_flags() or frozenset()
+    return "avx512_bf16" in flags and "amx_tile" not in flags and torch_cpu_capability() not in ("avx2", "default")
 
 
 def _is_for_cpu(device: str) -> bool:

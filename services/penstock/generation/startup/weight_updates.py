@@ -76,7 +76,9 @@ class WeightUpdates:
         sent = sum(spec.num_bytes for spec in specs)
         # Of a matrix that makes keys and values of a latent there is a packed copy beside it.
         made = sent if model.config.latent is None else 2 * sent
-        self._check_room(sent, loaded, min(made, model.num_bytes))
+        made = min(made, model.num_bytes)
+        # A matrix lies whole beside what it becomes.
+        self._check_room(sent, loaded, made + (sent if loaded.weights.device.compacts_weights else 0))
 
     def intake(self, specs: Sequence[TensorSpec], loaded: LoadedModel, *, of_draft: bool = False) -> WeightIntake:
         """Return the place for an update's bytes. Raises as `check`."""

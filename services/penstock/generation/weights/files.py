@@ -153,9 +153,9 @@ def least_weight_bytes(
 ) -> int:
     """Lower bound on the bytes that loading `folder` as `--dtype` and `--quantization` needs for its matrices.
 
-    The embedding does not count if `map_embeddings` allows mapping it. `compact`: weights in bfloat16 may be
-    (layers/linear/compact.py). 0 if the kernels have no such format, the
-    checkpoint is quantised, or anything is wrong with the folder: the loader reports that.
+    The embedding does not count if `map_embeddings` allows mapping it. `compact`: weights in bfloat16 may become so
+    (layers/linear/compact.py). 0 if the kernels have no such format, the checkpoint is quantised, or anything is wrong
+    with the folder: the loader reports that.
     """
     try:
         tensors = {name: one for file in file_names(folder) for name, one in read_header(folder / file).items()}

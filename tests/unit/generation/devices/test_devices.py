@@ -161,6 +161,7 @@ def test_a_number_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch
         (lambda device: device.start(kernels="native"), "--kernels"),
         (lambda device: device.start(kernels="abacus"), "--kernels"),
         (lambda device: device.start(num_threads=0), "--threads"),
+        (lambda device: device.start(compact_weights="on"), "--compact-weights"),
         (lambda device: device.block_size(16), "--block-size"),
         (lambda device: device.linear_method(torch.float32, "int8"), "--quantization"),
         (lambda device: device.linear_method(torch.float32, "int4"), "--quantization"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from penstock.common.progress import show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.startup.load import load
-from penstock.generation.startup.memory_check import check_least_kv
+from penstock.generation.startup.memory_check import check_least_kv, check_weights
+from penstock.generation.weights.tensor_names import tensor_shapes
 
 
 def test_a_pool_without_room_for_a_block_is_refused_before_the_weights(tmp_path: Path) -> None:
@@ -51,3 +53,20 @@ def test_layers_with_states_have_no_part_of_a_block(tmp_path: Path) -> None:
     check_least_kv(model, block, block_size=16, item_bytes=2, parts=1, context=100)
     with pytest.raises(DoesNotFit):
         check_least_kv(model, block - 1, block_size=16, item_bytes=2, parts=1, context=100)
+
+
+def test_compact_weights_may_take_less_than_their_files_and_one_matrix_besides(tmp_path: Path) -> None:
+    model = replace(read_model_config(tiny_checkpoint(tmp_path)), num_layers=400)
+    numbers = sum(math.prod(shape) for shape in tensor_shapes(model).values())
+    stored = 2 * numbers
+    most = max(math.prod(shape) for shape in tensor_shapes(model).values())
+    with pytest.raises(DoesNotFit, match="choose a smaller MODEL"):
+        check_weights(stored, model, "none", int(0.9 * stored))
+    check_weights(stored, model, "none", int(0.9 * stored), compact=True)
+    # Of the bits of each number 12.1 of 16 are left; gate and up lie whole for a moment.
+    with pytest.raises(DoesNotFit):
+        check_weights(stored, model, "none", int(12.1 / 16 * stored) + 2 * most, compact=True)
+    # Others are not compact.
+    check_weights(stored, model, "int8", int(0.7 * stored), compact=True)
+    with pytest.raises(DoesNotFit):
+        check_weights(stored, model, "int8", int(0.4 * stored), compact=True)

@@ -53,16 +53,49 @@ def assert_same(weight: torch.Tensor, rows: tuple[int, ...] = ROWS) -> None:
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("outside", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize("outside", [0.0, 1e-4, 1e-3])
 def test_products_have_the_bits_of_whole_weights(inputs: int, outside: float) -> None:
-    assert_same(drawn(70, inputs, outside=outside, zeros=0.05))
+    weight = drawn(70, inputs, outside=outside, zeros=0.05)
+    # Fewer inputs have no turn of the loop and stay whole.
+    assert is_compact(weight) == (inputs >= 30)
+    assert_same(weight)
+
+
+def is_compact(weight: torch.Tensor) -> bool:
+    return stored(COMPACT.linear(weight, None)).numel() < stored(WHOLE.linear(weight, None)).numel()
+
+
+@pytest.mark.parametrize("inputs", [250, 2050, 2062, 4160])
+def test_exceptions_at_the_ends_of_parts_and_panels_are_kept(inputs: int) -> None:
+    weight = drawn(160, inputs)
+    granules = (inputs + 1) // 2
+    for granule in (0, 1, 511, 512, 513, 514, 515, 516, 1023, 1024, granules - 2, granules - 1):
+        if granule < granules:
+            weight[granule % 160, 2 * granule : 2 * granule + 2] = 1e30
+    assert is_compact(weight)
+    assert_same(weight, (1, 2, 5, 12, 13, 25, 40))
+
+
+def test_a_panel_of_nothing_but_exceptions_beside_others() -> None:
+    weight = drawn(640, 2050)
+    bits = torch.randint(-(2**15), 2**15, (32, 2050), generator=torch.Generator().manual_seed(3)).to(torch.int16)
+    weight[64:96] = bits.view(torch.bfloat16)
+    assert is_compact(weight)
+    x = torch.randn(40, 2050, generator=torch.Generator().manual_seed(1)).bfloat16()
+    compact, whole = COMPACT.linear(weight, None), WHOLE.linear(weight, None)
+    for count in (1, 5, 12, 13, 40):
+        # Bits of a number that is none may differ in its payload.
+        found, expected = compact.as_float(x[:count]), whole.as_float(x[:count])
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+    assert whole.as_float(x).isnan().any()
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     outputs=st.integers(1, 130).map(lambda half: 2 * half),
     inputs=st.integers(1, 700),
-    outside=st.sampled_from([0.0, 1e-4, 1e-3, 1e-2]),
+    outside=st.sampled_from([0.0, 1e-4, 1e-3]),
     zeros=st.sampled_from([0.0, 0.1, 0.9]),
     rows=st.integers(1, 40),
     seed=st.integers(0, 2**20),
