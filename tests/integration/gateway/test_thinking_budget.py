@@ -8,8 +8,9 @@ import pytest
 from factories.servers.served import Served
 
 pytestmark = pytest.mark.xdist_group("gateway")
-# Tokens that come in one piece with the end of the thought are counted by their share of its text.
-_SHARED = 1
+# Tokens that come in one piece with the end of the thought are counted by their share of its text. On a busy machine
+# all of a short thought may.
+_SHARED = 2
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 CHAT: dict[str, Any] = {
     "model": "",
@@ -43,7 +44,7 @@ def test_a_stream_ends_its_thought_at_the_budget(served: Served) -> None:
     chunks = served.events("/v1/chat/completions", body)
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     assert "".join(one.get("reasoning_content") or "" for one in deltas) == whole
-    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] - 3 in (-_SHARED, 0, _SHARED)
+    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] - 3 in range(-_SHARED, _SHARED + 1)
 
 
 def test_anthropics_budget_is_kept(served: Served) -> None:
