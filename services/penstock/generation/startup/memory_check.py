@@ -17,11 +17,11 @@ from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_
 # Bytes per weight of a linear layer, with its part of the scales: quantised here, or by a form that was kept with its
 # own scales.
 _QUANTISED_BYTES = {"int8": 1.0, INT8_GROUPS: 1.0625, "int4": 0.5625, FP8: 1.0}
-# Of the bytes of weights in bfloat16 (12.1 bits of 16), with some matrices that stay whole.
-_COMPACT_SHARE = 0.78
 _KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75} | {
     kind.name.lower(): kind.num_bytes / kind.numbers for kind in TYPES.values()
 }
+# Of the bytes of weights in bfloat16 (12.1 bits of 16), with some matrices that stay whole.
+_COMPACT_SHARE = 0.78
 
 
 def stored_weight_bytes(folder: Path) -> int:
@@ -41,9 +41,7 @@ def check_weights(
     `model`: the weights' configuration; None where they are used as they are stored. `compact`: those in bfloat16
     become so (layers/linear/compact.py). Raises DoesNotFit naming MODEL.
     """
-    weights = stored if model is None else _loaded_bytes(stored, model, quantization)
-    if compact and model is not None and weights == stored:
-        weights = _compact_bytes(stored, model)
+    weights = stored if model is None else _loaded_bytes(stored, model, quantization, compact=compact)
     if weights > available:
         raise DoesNotFit(
             f"the weights take {format_size(weights)} and {format_size(available)} of memory is free: "
@@ -91,19 +89,22 @@ def check_least_kv(
 
 
 def _compact_bytes(stored: int, model: ModelConfig) -> int:
-    """Estimate the peak of loading `stored` bytes in bfloat16 as compact ones: beside them one matrix lies whole, and
-    gate and up are one."""
+    """Estimate the peak of loading `stored` bytes in bfloat16 as compact ones: the largest matrix lies whole beside."""
     sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
-    table = sizes[EMBEDDING] if LM_HEAD in sizes else 0
-    most = max(2 * max((size for name, size in sizes.items() if name != EMBEDDING), default=0), sizes[EMBEDDING])
-    whole = stored * table / sum(sizes.values())
-    return min(stored, int(whole + (stored - whole) * _COMPACT_SHARE)) + 2 * most
+    table = sizes.pop(EMBEDDING)
+    total = table + sum(sizes.values())
+    # Tied, the table is the head.
+    whole = table if LM_HEAD in sizes else 0
+    sizes.pop(LM_HEAD, None)
+    # Gate and up of a layer are one matrix.
+    largest = max(table, 2 * max(sizes.values()))
+    return int(stored * (whole + (total - whole) * _COMPACT_SHARE + largest) / total)
 
 
-def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
-    """Estimate the bytes that `stored` bytes of weights take once they are quantised."""
+def _loaded_bytes(stored: int, model: ModelConfig, quantization: str, *, compact: bool) -> int:
+    """Estimate the bytes that `stored` bytes of weights take once they are quantised, or else compact."""
     if quantization not in _QUANTISED_BYTES and not model.checkpoint_format:
-        return stored
+        return _compact_bytes(stored, model) if compact else stored
     sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
     table, total = sizes[EMBEDDING], sum(sizes.values())
     layers = total - table - sizes.get(LM_HEAD, 0)

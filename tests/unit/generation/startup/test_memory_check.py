@@ -66,6 +66,10 @@ def test_compact_weights_may_take_less_than_their_files_and_one_matrix_besides(t
     # Of the bits of each number 12.1 of 16 are left; gate and up lie whole for a moment.
     with pytest.raises(DoesNotFit):
         check_weights(stored, model, "none", int(12.1 / 16 * stored) + 2 * most, compact=True)
+    # A head is a matrix of its own.
+    untied = replace(model, tie_word_embeddings=False, vocab_size=10**6, num_layers=1)
+    table, rest = 2 * 10**6 * model.hidden_size, 10**6
+    check_weights(2 * table + rest, untied, "none", int(2.8 * table) + rest, compact=True)
     # Others are not compact.
     check_weights(stored, model, "int8", int(0.7 * stored), compact=True)
     with pytest.raises(DoesNotFit):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from penstock.common.errors import FailedPrecondition, Unavailable
+import torch
+from factories.models.checkpoints import tiny_checkpoint
+from penstock.common.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.weight_tensor import TensorSpec
+from penstock.generation.devices.base import DeviceMemory
+from penstock.generation.models.registry import read_model_config
+from penstock.generation.startup import weight_updates
 from penstock.generation.startup.weight_updates import AppliedUpdate, WeightUpdates
 from penstock.generation.weights.new_tensors import NewTensors
+from penstock.generation.weights.tensor_names import tensor_shapes
 
 pytestmark = pytest.mark.asyncio
 DONE = AppliedUpdate(1, 0, 0.0, 0.0)
@@ -77,3 +86,25 @@ async def test_the_end_of_the_model_ends_it() -> None:
     assert refused.value.reason == "ENGINE_STOPPED"
     with held.updates.alone():
         pass
+
+
+@pytest.mark.parametrize(("is_compact", "fits"), [(False, True), (True, False)])
+async def test_a_matrix_that_lies_whole_while_it_becomes_compact_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_compact: bool, fits: bool
+) -> None:
+    config = read_model_config(tiny_checkpoint(tmp_path))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    spec = TensorSpec(name, "bfloat16", tensor_shapes(config)[name])
+    # For what is sent and what is made of it, and not for a third.
+    free = 2 * spec.num_bytes + spec.num_bytes // 2
+    memory = DeviceMemory(free, free)
+    device = SimpleNamespace(compacts_weights=is_compact, memory=lambda: memory, torch_device=torch.device("cpu"))
+    model = SimpleNamespace(config=config, num_bytes=10 * spec.num_bytes)
+    loaded = SimpleNamespace(weights=SimpleNamespace(model=model, device=device))
+    monkeypatch.setattr(weight_updates, "fixed_because", lambda *_, **__: "")
+    monkeypatch.setattr(weight_updates, "host_memory", lambda: (free, free))
+    if fits:
+        Held().updates.check([spec], cast("Any", loaded))
+        return
+    with pytest.raises(ResourceExhausted, match="memory for them and the parts made of them is short"):
+        Held().updates.check([spec], cast("Any", loaded))

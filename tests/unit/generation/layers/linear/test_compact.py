@@ -43,6 +43,10 @@ def stored(linear: Linear) -> torch.Tensor:
     return linear.packed.weight
 
 
+def is_compact(weight: torch.Tensor) -> bool:
+    return stored(COMPACT.linear(weight, None)).numel() < stored(WHOLE.linear(weight, None)).numel()
+
+
 def assert_same(weight: torch.Tensor, rows: tuple[int, ...] = ROWS) -> None:
     x = torch.randn(max(rows), weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
     pairs = [[method.linear(weight, None), method.gated(weight, None, LayerKernels())] for method in (WHOLE, COMPACT)]
@@ -59,10 +63,6 @@ def test_products_have_the_bits_of_whole_weights(inputs: int, outside: float) ->
     # Fewer inputs have no turn of the loop and stay whole.
     assert is_compact(weight) == (inputs >= 30)
     assert_same(weight)
-
-
-def is_compact(weight: torch.Tensor) -> bool:
-    return stored(COMPACT.linear(weight, None)).numel() < stored(WHOLE.linear(weight, None)).numel()
 
 
 @pytest.mark.parametrize("inputs", [250, 2050, 2062, 4160])

@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,9 @@ def test_a_mix_of_types_is_expected_to_take_the_memory_of_the_file(mixed: Path) 
     for quantization, available in (("auto", stored - 1), ("none", stored)):
         with pytest.raises(DoesNotFit, match="choose a smaller MODEL"):
             check_weights(stored, config, quantization, available)
+    # Its blocks do not become compact, however small a matrix is beside all of them.
+    with pytest.raises(DoesNotFit):
+        check_weights(100 * stored, replace(config, num_layers=400), "auto", 100 * stored - 1, compact=True)
 
 
 def test_without_the_kernels_a_mix_of_types_is_dequantised(mixed: Path) -> None:
