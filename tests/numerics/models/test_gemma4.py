@@ -10,19 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from factories.engine.fake_engine import request, run
+from factories.engine.model_engine import model_engine
 from factories.engine.pools import spoil
 from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.model_types import greedy_ids, reference_of, tiny_model_type
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import cpu_device
+from penstock.common.errors import StartupError
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.cache_layout import CacheLayout, LayerSight, layout_of
 from penstock.generation.attention.kv_shape import KVShape
+from penstock.generation.core.media_ids import MediaIds
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FAMILY, WEIGHTS = "gemma4_text", "model.safetensors"
+# Ids of what is no text, in small vocabularies.
+IMAGE, VIDEO, AUDIO = 150, 151, 152
 BLOCK = 4
 
 
@@ -30,6 +37,17 @@ def load(folder: Path, **options: Any) -> CausalLM:
     model = load_model(folder, device=cpu_device(), **options)
     assert isinstance(model, CausalLM)
     return model
+
+
+def seeing_folder(folder: Path, model_type: str) -> Path:
+    """Write a random model that also sees, with ids of images that its vocabulary has, and return `folder`."""
+    tiny_model_type(folder, model_type)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
+    values["text_config"]["pad_token_id"] = 2
+    path.write_text(json.dumps({**values, **ids}))
+    return folder
 
 
 def layout_for(model: CausalLM) -> CacheLayout:
@@ -130,6 +148,70 @@ def test_a_folder_of_a_model_that_also_sees_starts_with_its_text_part(tmp_path: 
     save_file(tensors | others, folder / WEIGHTS)
     assert read_model_config(folder).model_type == family
     assert torch.equal(logits(), expected)
+
+
+# The beginning, amid others, and several at the end.
+@pytest.mark.parametrize("prompt", [[IMAGE, 5, 7], [5, 9, IMAGE, VIDEO, 7], [8, AUDIO, IMAGE, IMAGE]])
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_the_id_of_an_image_is_read_as_by_generate(tmp_path: Path, model_type: str, prompt: list[int]) -> None:
+    """Without an image. Wide weights make another token of it, which the padding id is not."""
+    folder = seeing_folder(tmp_path, model_type)
+    # In the prompt and in steps of one token: these ids are drawn, too.
+    ids = [*prompt, 3, AUDIO, 4, IMAGE]
+    with torch.no_grad():
+        expected = reference_of(folder)(torch.tensor([ids])).logits[0]
+    driver = PagedDriver(load(folder), num_blocks=9, block_size=BLOCK)
+    sequence = PagedSequence(list(prompt))
+    driver.prefill([sequence], len(prompt))
+    for token in ids[len(prompt) :]:
+        sequence.token_ids.append(token)
+        driver.step([(sequence, 1)])
+    assert (torch.stack(sequence.logits) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_drawn_ids_after_that_of_an_image_are_those_of_generate(tmp_path: Path, model_type: str) -> None:
+    folder = seeing_folder(tmp_path, model_type)
+    prompts = [[5, 9, AUDIO], [IMAGE], [8, VIDEO, 3, VIDEO]]
+    wanted = [greedy_ids(reference_of(folder), prompt, 8) for prompt in prompts]
+    engine = model_engine(load(folder, dtype="float32"))
+    asked = [request(one, request_id=str(place), max_new_tokens=8) for place, one in enumerate(prompts)]
+    found = run(engine, *asked)
+    assert [found[str(place)].ids[0] for place in range(len(prompts))] == wanted
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "expected"),
+    [
+        ({}, {}, None),
+        ({"image_token_id": IMAGE}, {}, MediaIds((IMAGE,), 0)),
+        ({"image_token_id": IMAGE, "audio_token_id": None}, {"pad_token_id": 3}, MediaIds((IMAGE,), 3)),
+        ({"image_token_id": IMAGE}, {"pad_token_id": None}, None),
+        ({"image_token_id": IMAGE}, {"pad_token_id": -1}, None),
+        ({}, {"vocab_size": 262_144}, MediaIds((258_880, 258_881, 258_884), 0)),
+    ],
+)
+def test_ids_of_images_are_known_by_the_configuration_of_the_whole(
+    tmp_path: Path, whole: dict[str, Any], text: dict[str, Any], expected: MediaIds | None
+) -> None:
+    folder = tiny_checkpoint(tmp_path, FAMILY)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    # A text model's own fields of that name mean nothing.
+    path.write_text(json.dumps({**values, "image_token_id": IMAGE}))
+    assert read_model_config(folder).media_ids is None
+    del values["pad_token_id"]
+    path.write_text(json.dumps({"model_type": "gemma4", **whole, "text_config": {**values, **text}}))
+    assert read_model_config(folder).media_ids == expected
+
+
+def test_a_padding_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, FAMILY)
+    path = folder / "config.json"
+    text = {**json.loads(path.read_text()), "pad_token_id": 999_999}
+    path.write_text(json.dumps({"model_type": "gemma4", "image_token_id": IMAGE, "text_config": text}))
+    with pytest.raises(StartupError, match=r"text_config\.pad_token_id \(999999\) is not in the vocabulary"):
+        read_model_config(folder)
 
 
 def test_products_that_nothing_reads_are_left_out(tmp_path: Path) -> None:

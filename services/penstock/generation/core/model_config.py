@@ -14,6 +14,7 @@ from penstock.generation.core.delta_heads import DeltaHeads
 from penstock.generation.core.index_heads import IndexHeads
 from penstock.generation.core.latent_heads import LatentHeads
 from penstock.generation.core.layer_shapes import LayerInputs, LayerShape
+from penstock.generation.core.media_ids import MediaIds
 
 CONFIG_FILE = "config.json"
 # No model has more. A config.json may contain any number, and lists of that length are made before weights are read.
@@ -230,6 +231,8 @@ class ModelConfig:
     has_layer_scalars: bool = False
     # None: layers have no vectors of tokens.
     layer_inputs: LayerInputs | None = None
+    # None: every id has an embedding of its own.
+    media_ids: MediaIds | None = None
     # Layers after the last one that the checkpoint has for drafts. The model does without them: models.mtp reads them.
     num_draft_layers: int = 0
     # They are named as layers that follow (weights.draft_layers).

@@ -27,6 +27,7 @@ from penstock.generation.layers.lora import (
     NativeBatch,
     SiteAdapters,
 )
+from penstock.generation.layers.media_rows import MediaRows
 from penstock.generation.models.fused import FusedLayers, can_fuse
 from penstock.generation.models.hidden_keeper import LayerTaps
 from penstock.generation.models.state_limits import NOT_ATTENDED, NOT_WHOLE, NOT_WITHOUT_IDS
@@ -81,6 +82,8 @@ class CausalLM:
         self.attention = attention
         self._embedding = embedding
         self.token_inputs = token_inputs
+        found = config.media_ids
+        self._media_rows = None if found is None else MediaRows(found, config.vocab_size, device)
         table = embedding if isinstance(embedding, Tensor) else None
         self._rows = cast("Rows", embedding) if table is None else partial(F.embedding, weight=table)
         # In the model's dtype, as in transformers.
@@ -316,6 +319,8 @@ class CausalLM:
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
+        if self._media_rows is not None:
+            ids = self._media_rows.listed(ids)
         return self._fused.decode(ids, lengths, longest, tables_SB, kv, adapters, taps)
 
     @torch.inference_mode()
@@ -346,6 +351,7 @@ class CausalLM:
 
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Return the residual stream (T, hidden) before the first layer."""
+        input_ids_T = self._read(input_ids_T)
         hidden = self._rows(input_ids_T)
         if adapters is not None and adapters.changes_embedding:
             adapters.add_to_embedding(hidden, input_ids_T)
@@ -353,7 +359,11 @@ class CausalLM:
 
     def table_ids(self, input_ids_T: Tensor) -> Tensor:
         """Return the ids of rows as the table of tokens' vectors has them."""
-        return input_ids_T
+        return self._read(input_ids_T)
+
+    def _read(self, input_ids_T: Tensor) -> Tensor:
+        """Return the ids that rows are read as."""
+        return input_ids_T if self._media_rows is None else self._media_rows(input_ids_T)
 
     def _table_rows(self, input_ids_T: Tensor) -> Tensor | None:
         """Return the table's rows; None: tokens have no vectors."""

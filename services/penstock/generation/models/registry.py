@@ -67,7 +67,7 @@ from penstock.generation.weights.quantised.table import open_checkpoint, read_fo
 from penstock.generation.weights.sharding import FLAG, Shard, ShardedSource, own_inputs
 from penstock.generation.weights.stacked_experts import UnstackedExperts, stacked_shapes
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, layer_prefix, tensor_shapes, unread_prefixes
-from penstock.generation.weights.text_part import text_part
+from penstock.generation.weights.text_part import read_media_ids, text_part
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
@@ -113,6 +113,8 @@ def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
                 raise
             with _with_both_reasons(refusal.reason):
                 return replace(read_transformers_config(whole, generation, folder, route), route_reason=refusal.reason)
+        if whole is not config:
+            found = replace(found, media_ids=read_media_ids(whole, found.vocab_size))
         form = read_format(config)
         return found if form is None else replace(found, checkpoint_format=form.description, kept_form=form.form)
     if route.route == "native":

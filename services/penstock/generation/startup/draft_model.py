@@ -207,7 +207,7 @@ class ResizedVocabulary(CausalLM):
 
     @override
     def table_ids(self, input_ids_T: Tensor) -> Tensor:
-        return input_ids_T.clamp(max=self.config.vocab_size - 1)
+        return super().table_ids(input_ids_T.clamp(max=self.config.vocab_size - 1))
 
     @torch.inference_mode()
     @override
